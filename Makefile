@@ -1,0 +1,68 @@
+# Everything runs in a virtual environment that these rules make; `make` lists them.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --disable-pip-version-check
+
+# The recorded traces, where they lie beside the checkout.
+ifeq ($(strip $(UHRC_TRACES)),)
+ifneq ($(wildcard ../shared/traces/.),)
+export UHRC_TRACES := $(abspath ../shared/traces)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench tpu-estimate clean always
+
+help: ## list the targets
+	@echo "usage: make TARGET [ARGS='more arguments'] [PYTHON=/path/to/python]"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' Makefile | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
+
+demo: $(VENV)/.replay ## replay the built-in workload through the jitted cache
+	$(PY) -m uhrc_fn.replay --trace builtin $(ARGS)
+
+test: $(VENV)/.dev ## the fast tests and the notebooks
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.dev ## every test
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## ruff and pyright
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+format: $(VENV)/.dev ## let ruff mend what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.dev ## time each operation
+	$(PY) benchmarks/ops.py $(ARGS)
+
+tpu-estimate: $(VENV)/.tpu ## the TPU compiler's estimates, no TPU needed
+	$(PY) benchmarks/tpu_estimate.py $(ARGS)
+
+clean: ## remove the environment and the caches
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each set of extras, out of date when pyproject.toml changes.
+$(VENV)/.replay: EXTRAS := replay
+$(VENV)/.dev: EXTRAS := dev
+$(VENV)/.tpu: EXTRAS := dev,tpu
+$(VENV)/.replay $(VENV)/.dev $(VENV)/.tpu: $(VENV)/.made pyproject.toml
+	@echo "Installing uhrc_fn[$(EXTRAS)] into $(VENV) (the first time takes a minute or two)"
+	@$(PIP) install --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# An environment that does not run (its Python was removed, it was left half made) is
+# made anew, stamp or no stamp.
+VENV_RUNS := import pip, sys; print(sys.version_info >= (3, 12))
+ifneq ($(shell test -x $(PY) && $(PY) -c '$(VENV_RUNS)' 2>&1),True)
+$(VENV)/.made: always
+endif
+$(VENV)/.made:
+	@python=$$(sh scripts/find-python.sh) && \
+	echo "Making $(VENV) with $$python" && \
+	"$$python" -m venv --clear $(VENV)
+	@touch $@

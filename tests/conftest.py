@@ -1,0 +1,40 @@
+"""How the tests run: JAX on CPU, strict promotion, a compile cache kept on disk."""
+
+import os
+import pathlib
+
+# Read when JAX starts its backend: set before anything can do that. Eight virtual
+# devices let the sharded tests run on any machine.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import jax
+import pytest
+
+CACHE = pathlib.Path(__file__).parent.parent / ".cache"
+
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+# Deadlines would count compilation. CI derandomizes: the same commit, the same run.
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> pathlib.Path:
+    """The folder of recorded traces; a test that needs it skips where it is not."""
+    named = os.environ.get("UHRC_TRACES", "")
+    if not named:
+        pytest.skip("set UHRC_TRACES to the folder of recorded traces to run this")
+    folder = pathlib.Path(named)
+    if not folder.is_dir():
+        pytest.skip(f"UHRC_TRACES names {folder}, which is not a folder")
+    return folder
