@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --quiet --disable-pip-version-check
+PIP := $(PY) -m pip -qq --disable-pip-version-check
 
 # The recorded traces, where they lie beside the checkout.
 ifeq ($(strip $(UHRC_TRACES)),)
@@ -12,7 +12,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench tpu-estimate clean always
+.PHONY: help demo test test-all test-env lint format bench tpu-estimate clean always
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='more arguments'] [PYTHON=/path/to/python]"
@@ -26,6 +26,8 @@ test: $(VENV)/.dev ## the fast tests and the notebooks
 
 test-all: $(VENV)/.dev ## every test
 	$(PY) -m pytest $(ARGS)
+
+test-env: $(VENV)/.dev ## make the environment of the tests, run nothing
 
 lint: $(VENV)/.dev ## ruff and pyright
 	$(PY) -m ruff check .

@@ -19,16 +19,15 @@ if [ -n "${PYTHON:-}" ]; then
         "looking for another." >&2
 fi
 
-pyenv_root=$(pyenv root 2>/dev/null) || pyenv_root=
+pyenv_root=$(pyenv root 2>/dev/null) || pyenv_root=${HOME:-}/.pyenv
 for candidate in \
     python3.12 python3.13 python3.14 python3 python \
-    "${pyenv_root:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python \
-    "$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do
+    "$pyenv_root"/versions/3.1[2-9]*/bin/python; do
     probe "$candidate" && exit 0
 done
 
-echo "No Python >= 3.12 with the venv and ensurepip modules was found (tried" \
-    "\$PYTHON, python3.12 to python3.14, python3 and python on PATH, and pyenv's" \
-    "versions): install one (Debian and Ubuntu: python3.12 and python3.12-venv)," \
-    "or name one with 'make PYTHON=/path/to/python ...'." >&2
+echo "No Python >= 3.12 with the venv and ensurepip modules among \$PYTHON," \
+    "python3.12 to python3.14, python3 and python on PATH, and pyenv's versions:" \
+    "install one (Debian and Ubuntu: python3.12 and python3.12-venv), or name one" \
+    "with 'make TARGET PYTHON=/path/to/python'." >&2
 exit 1
