@@ -12,7 +12,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-env lint format bench tpu-estimate clean always
+.PHONY: help demo test test-all test-env lint format bench tpu-estimate
+.PHONY: tpu-estimate-here clean always
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='more arguments'] [PYTHON=/path/to/python]"
@@ -28,6 +29,7 @@ test-all: $(VENV)/.dev ## every test
 	$(PY) -m pytest $(ARGS)
 
 test-env: $(VENV)/.dev ## make the environment of the tests, run nothing
+	@echo "$(VENV) is ready"
 
 lint: $(VENV)/.dev ## ruff and pyright
 	$(PY) -m ruff check .
@@ -41,17 +43,22 @@ format: $(VENV)/.dev ## let ruff mend what it can
 bench: $(VENV)/.dev ## time each operation
 	$(PY) benchmarks/ops.py $(ARGS)
 
-tpu-estimate: $(VENV)/.tpu ## the TPU compiler's estimates, no TPU needed
+# Where libtpu is installed, every JAX program looks for a TPU first and complains: it
+# gets an environment of its own.
+tpu-estimate: ## the TPU compiler's estimates, no TPU needed
+	@$(MAKE) --no-print-directory VENV=$(VENV)-tpu tpu-estimate-here
+
+tpu-estimate-here: $(VENV)/.tpu
 	$(PY) benchmarks/tpu_estimate.py $(ARGS)
 
 clean: ## remove the environment and the caches
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-tpu .cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras, out of date when pyproject.toml changes.
 $(VENV)/.replay: EXTRAS := replay
 $(VENV)/.dev: EXTRAS := dev
-$(VENV)/.tpu: EXTRAS := dev,tpu
+$(VENV)/.tpu: EXTRAS := tpu
 $(VENV)/.replay $(VENV)/.dev $(VENV)/.tpu: $(VENV)/.made pyproject.toml
 	@echo "Installing uhrc_fn[$(EXTRAS)] into $(VENV) (the first time takes a minute or two)"
 	@$(PIP) install --editable '.[$(EXTRAS)]'
