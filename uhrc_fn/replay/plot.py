@@ -1,0 +1,68 @@
+"""Plots of a replay; matplotlib is imported only when one is asked for."""
+
+import importlib.util
+
+import numpy as np
+
+from .workload import Workload
+
+# A palette that stays distinct in grey and for colour-blind readers.
+CACHE, BELADY, IDEAL = "#0072b2", "#d55e00", "#555555"
+
+
+def require_matplotlib() -> None:
+    """Fail early, before a long replay."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "--plot needs matplotlib, which is not installed; install it with "
+            "pip install 'uhrc_fn[replay]'."
+        )
+
+
+def new_axes(title: str, xlabel: str):
+    # The object interface leaves pyplot's global state and backend alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=title, xlabel=xlabel, ylabel="hit ratio", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def plot_sweep(path: str, workload: Workload, points: list[tuple]) -> None:
+    """Hit ratio against capacity, beside the ideal and the offline optimum."""
+    points = sorted(points, key=lambda point: point[1])
+    capacities = [capacity for _, capacity, _, _ in points]
+    ratios = [figures["hit_ratio"] for _, _, figures, _ in points]
+    belady = [bound for *_, bound in points]
+    figure, axes = new_axes(workload.name, "capacity, pages")
+    ideal = points[0][2]["ideal_hit_ratio"]
+    axes.axhline(ideal, color=IDEAL, linestyle=":", label=f"ideal {ideal:.4f}")
+    axes.plot(capacities, belady, "s--", color=BELADY, label="offline optimum (Belady)")
+    axes.plot(capacities, ratios, "o-", color=CACHE, label="uhrc_fn, leaf LRU")
+    axes.set_xscale("log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_replay(
+    path: str,
+    workload: Workload,
+    hit_pages: np.ndarray,
+    ideal_hit_pages: np.ndarray,
+    measure_from: float,
+) -> None:
+    """Hit ratio so far, request by request over the measured part."""
+    first = workload.first_measured(measure_from)
+    inputs = np.maximum(np.cumsum(workload.input_tokens[first:]), 1)
+    requests = np.arange(first + 1, workload.num_requests + 1)
+    figure, axes = new_axes(workload.name, "requests replayed")
+    for pages, line, colour, label in (
+        (ideal_hit_pages, ":", IDEAL, "ideal"),
+        (hit_pages, "-", CACHE, "uhrc_fn, leaf LRU"),
+    ):
+        so_far = np.cumsum(workload.hit_tokens(pages[first:], first)) / inputs
+        axes.plot(requests, so_far, line, color=colour, label=label)
+    axes.legend()
+    figure.savefig(path, dpi=150)
