@@ -32,3 +32,8 @@ def peer_maker(path: Path) -> MakeTree:
     if stubs:
         print(f"peer: stubbed {', '.join(stubs)}", file=sys.stderr)
     return lambda page_size, num_pages: peer.Peer(module, page_size, num_pages)
+
+
+def oracle_maker() -> MakeTree | None:
+    """Trees of the plain-Python oracle of the tests; None where it is not there."""
+    return None

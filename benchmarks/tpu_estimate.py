@@ -51,10 +51,8 @@ def described_device() -> Any:
     from jax.experimental import topologies
 
     try:
-        described = topologies.get_topology_desc(
-            platform="tpu", topology_name=TOPOLOGY
-        )
-    except Exception as error:  # noqa: BLE001 (libtpu raises several kinds)
+        described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
+    except Exception as error:  # libtpu raises several kinds
         skip(f"libtpu cannot describe {TOPOLOGY}: {error}")
         raise
     return described.devices[0]
