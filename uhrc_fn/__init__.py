@@ -1,0 +1,59 @@
+"""A functional prefix cache for hybrid models, as a JAX pytree.
+
+The tour:
+
+    config = CacheConfig(page_size=128, num_pages=4096, max_prefix_pages=1024)
+    cache = init(config)                       # a pytree of device arrays
+    key = radix_key(tokens, config)            # on the host: pads to a page bucket
+
+    cache, match = match_prefix(cache, MatchPrefixParams(key=key))
+    cache, receipt = inc_lock_ref(cache, match)
+    cache, alloc = alloc_pages(cache, num_new, max_new=64)
+    params = InsertParams(key=key, value=page_table(match, alloc),
+                          prev_prefix_len=match.hit_length)
+    cache, result = insert(cache, params)
+    cache, _ = dec_lock_ref(cache, receipt)
+    raise_if_bad(cache)                        # on the host, when you like
+
+Every operation is a pure function of arrays: jit it, scan it, vmap it over ranks,
+donate the cache. `uhrc_fn.jitted` has the jitted twins with the cache donated.
+"""
+
+from . import jitted as jitted
+from .config import CacheConfig as CacheConfig
+from .config import ComponentType as ComponentType
+from .keys import namespace as namespace
+from .keys import radix_key as radix_key
+from .keys import stack_keys as stack_keys
+from .ops.allocate import alloc_pages as alloc_pages
+from .ops.allocate import alloc_pages_batch as alloc_pages_batch
+from .ops.allocate import free_pages as free_pages
+from .ops.allocate import page_table as page_table
+from .ops.clock import compact_clock as compact_clock
+from .ops.evict import evict as evict
+from .ops.insert import insert as insert
+from .ops.insert import insert_batch as insert_batch
+from .ops.lock import dec_lock_ref as dec_lock_ref
+from .ops.lock import dec_lock_ref_batch as dec_lock_ref_batch
+from .ops.lock import inc_lock_ref as inc_lock_ref
+from .ops.lock import inc_lock_ref_batch as inc_lock_ref_batch
+from .ops.match import match_prefix as match_prefix
+from .ops.match import match_prefix_batch as match_prefix_batch
+from .ops.match import peek_prefix_len as peek_prefix_len
+from .ops.match import peek_prefix_len_batch as peek_prefix_len_batch
+from .params import AllocResult as AllocResult
+from .params import DecLockRefParams as DecLockRefParams
+from .params import DecLockRefResult as DecLockRefResult
+from .params import EvictParams as EvictParams
+from .params import EvictResult as EvictResult
+from .params import IncLockRefResult as IncLockRefResult
+from .params import InsertParams as InsertParams
+from .params import InsertResult as InsertResult
+from .params import MatchPrefixParams as MatchPrefixParams
+from .params import MatchResult as MatchResult
+from .params import RadixKey as RadixKey
+from .state import CacheState as CacheState
+from .state import init as init
+from .state import reset as reset
+from .status import Status as Status
+from .status import raise_if_bad as raise_if_bad

@@ -1,0 +1,34 @@
+"""The operations under `jax.jit`. The cache, always the first argument, is donated.
+
+After ``cache, result = jitted.match_prefix(cache, params)`` the old `cache` is dead:
+its buffers live on in the new one. Peeks only read and donate nothing. This is the
+only file that jits operations.
+"""
+
+import functools
+
+import jax
+
+from .ops import allocate, clock, evict as _evict, insert as _insert, lock, match
+from . import state as _state
+
+_donated = functools.partial(jax.jit, donate_argnums=0)
+
+match_prefix = _donated(match.match_prefix)
+match_prefix_batch = _donated(match.match_prefix_batch)
+peek_prefix_len = jax.jit(match.peek_prefix_len)
+peek_prefix_len_batch = jax.jit(match.peek_prefix_len_batch)
+insert = _donated(_insert.insert)
+insert_batch = _donated(_insert.insert_batch)
+inc_lock_ref = _donated(lock.inc_lock_ref)
+inc_lock_ref_batch = _donated(lock.inc_lock_ref_batch)
+dec_lock_ref = _donated(lock.dec_lock_ref)
+dec_lock_ref_batch = _donated(lock.dec_lock_ref_batch)
+evict = _donated(_evict.evict, static_argnames="max_victims")
+alloc_pages = _donated(allocate.alloc_pages, static_argnames=("max_new", "partial"))
+alloc_pages_batch = _donated(
+    allocate.alloc_pages_batch, static_argnames=("max_new", "partial")
+)
+free_pages = _donated(allocate.free_pages)
+compact_clock = _donated(clock.compact_clock)
+reset = _donated(_state.reset)

@@ -1,0 +1,1 @@
+"""The operations: pure functions over a `CacheState`, one verb a file."""

@@ -1,0 +1,247 @@
+"""Evict: free what was used longest ago, children before their parents.
+
+Stamps are one total order in which a child is always older than its parent, so the
+victims of a phase are simply its lowest stamps: found by selection, not by walking.
+A selection over all nodes prepares `victim_plan`, the next victims in order with
+their stamps. Stamps only grow, so an entry stays valid as long as its node still
+carries that stamp and no lock: the plan is a cache of a selection and gives the
+victims that a fresh selection would. `PLAN_LIMIT` is the stamp up to which it is
+complete; an unlock that frees an older node lowers it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from .. import free_lists
+from ..components import component_rules
+from ..config import WAYS, CacheConfig, ComponentType
+from ..params import EvictParams, EvictResult
+from ..state import (
+    PLAN_NODE,
+    PLAN_STAMP,
+    CacheState,
+    Counter,
+    Owner,
+    Ring,
+    bump,
+    flag,
+    owner_offset,
+)
+from ..status import Status
+from ..tree_arrays import (
+    DEPTH,
+    NULL,
+    NUM_CHILDREN,
+    PARENT,
+    ROOT,
+    TABLE_SLOT,
+    at_rows,
+    entry_index,
+    fence,
+    put,
+    take,
+)
+
+
+def evict(
+    cache: CacheState, params: EvictParams, *, max_victims: int | None = None
+) -> tuple[CacheState, EvictResult]:
+    """Free at least what `params` asks for, as far as it is not locked.
+
+    Args:
+      cache: the state.
+      params: tokens (rounded up to pages) and slots wanted.
+      max_victims: static bound on the victims of a component; fewer writes. None
+        means no bound. Up to `CacheConfig.victim_plan_size` victims leave in the
+        order of their stamps; a larger bound frees the same pages in node order.
+
+    Returns:
+      ``(cache, result)``; a shortfall is reported, not asserted.
+
+    Status:
+      BAD_LENGTH: a negative amount counted as 0.
+
+    Ownership:
+      victims are free.
+    """
+    config = cache.config
+    bound = config.num_nodes if max_victims is None else max_victims
+    if not 1 <= bound <= config.num_nodes:
+        raise ValueError(
+            f"max_victims={max_victims}; wanted 1 to num_nodes={config.num_nodes}. "
+            "Leave it unset for no bound."
+        )
+    tokens = jnp.asarray(params.num_tokens, jnp.int32)
+    need = -(-jnp.maximum(tokens, 0) // config.page_size)
+    cache, count = evict_full(cache, jnp.minimum(need, bound), bound)
+    wanted = (params.num_tokens, params.swa_num_tokens, params.recurrent_num)
+    negative = jnp.stack([jnp.asarray(w, jnp.int32) < 0 for w in wanted])
+    counters = bump(cache.counters, status=flag(negative, Status.BAD_LENGTH))
+    none = jnp.zeros_like(count)
+    scalars = jnp.stack([count * config.page_size, none, none])
+    return dataclasses.replace(cache, counters=counters), EvictResult(scalars)
+
+
+def evict_full(cache: CacheState, need, bound: int):
+    """Free `need` pages, at most the static `bound`, or what is evictable.
+
+    Returns:
+      ``(cache, pages freed)``.
+    """
+    need = jnp.minimum(need, cache.evictable[ComponentType.FULL])
+    if bound <= cache.config.plan_size:
+        cache, nodes = _take_planned(cache, need, bound)
+        return _remove(cache, nodes)
+    return _remove_many(cache, need)
+
+
+def _evictable(tree_data, config: CacheConfig):
+    """Stamps of the unlocked pages; the largest int32 for everything else."""
+    full = component_rules(config)[0]
+    stamp, lock = tree_data[full.stamp_row], tree_data[full.lock_row]
+    candidate = (lock == 0) & (tree_data[full.value_row] != NULL)
+    return jnp.where(candidate, stamp, jnp.iinfo(jnp.int32).max)
+
+
+def _select_lowest(stamps, count: int):
+    """The `count` lowest stamps with their places, in order.
+
+    XLA selects in full only floats on CPU; positive floats order as their bits do.
+    The offset keeps small stamps clear of denormals, which may be flushed to zero.
+    """
+    offset = jnp.int32(1 << 23)
+    top = jnp.iinfo(jnp.int32).max - (1 << 24)
+    bits = jnp.minimum(stamps, top) + offset
+    score = -jax.lax.bitcast_convert_type(bits, jnp.float32)
+    _, place = jax.lax.top_k(score, count)
+    return stamps.at[place].get(mode="promise_in_bounds"), place.astype(jnp.int32)
+
+
+def _take_planned(cache: CacheState, need, bound: int):
+    """The next `need` victims from the plan, made anew where it runs out.
+
+    Returns:
+      ``(cache, nodes)``: int32 [window], victims in order and `NULL` between.
+    """
+    config = cache.config
+    full = component_rules(config)[0]
+    size = config.plan_size
+    window = min(size, 2 * bound)
+    data = cache.tree.component_data
+
+    def look(plan, head, limit):
+        start = jnp.minimum(head, size - window)
+        entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
+        node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
+        safe = jnp.maximum(node, ROOT)
+        is_next = start + jnp.arange(window, dtype=jnp.int32) >= head
+        same = take(data, full.stamp_row, safe) == stamp
+        free = take(data, full.lock_row, safe) == 0
+        valid = is_next & (node != NULL) & same & free & (stamp <= limit)
+        return start, node, valid
+
+    head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
+    _, _, valid = look(cache.victim_plan, head, limit)
+    enough = jnp.sum(valid, dtype=jnp.int32) >= need
+
+    def keep(plan):
+        return plan, head, limit
+
+    def refill(plan):
+        del plan
+        stamps, nodes = _select_lowest(_evictable(data, config), size)
+        is_real = stamps < jnp.iinfo(jnp.int32).max
+        stamps = jnp.where(is_real, stamps, NULL)
+        # Where fewer remain than fit, everything unlocked up to now is in the plan.
+        now = cache.counters[Counter.CLOCK] - 1
+        last = jnp.where(is_real[-1], stamps[-1], now)
+        return jnp.stack([jnp.where(is_real, nodes, NULL), stamps]), jnp.int32(0), last
+
+    plan, new_head, new_limit = jax.lax.cond(enough, keep, refill, cache.victim_plan)
+    (start, node, valid) = look(plan, new_head, new_limit)
+    rank = jnp.cumsum(valid, dtype=jnp.int32)
+    victim = valid & (rank <= need)
+    # What was skipped on the way is restamped, or locked: an unlock of such a node
+    # lowers the limit, so it cannot be missed.
+    ends = jnp.where(victim, start + jnp.arange(window, dtype=jnp.int32) + 1, 0)
+    next_head = jnp.maximum(new_head, jnp.max(ends))
+    (victim, node, next_head, new_limit, plan), data, counters = fence(
+        (victim, node, next_head, new_limit, plan), data, cache.counters
+    )
+    counters = counters.at[int(Counter.PLAN_HEAD)].set(next_head)
+    counters = counters.at[int(Counter.PLAN_LIMIT)].set(new_limit)
+    tree = dataclasses.replace(cache.tree, component_data=data)
+    cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
+    return cache, jnp.where(victim, node, NULL)
+
+
+def _remove(cache: CacheState, nodes):
+    """Remove victims, node and all; `nodes` is int32 [lanes], `NULL` for none.
+
+    Returns:
+      ``(cache, pages freed)``.
+    """
+    config, tree = cache.config, cache.tree
+    is_victim = nodes != NULL
+    safe = jnp.maximum(nodes, ROOT)
+    slot = jnp.where(is_victim, take(tree.topology, TABLE_SLOT, safe), NULL)
+    parent = jnp.where(is_victim, take(tree.topology, PARENT, safe), NULL)
+    full = component_rules(config)[0]
+    page = take(tree.component_data, full.value_row, safe)
+    reads = (slot, parent, page)
+    reads, topology, data = fence(reads, tree.topology, tree.component_data)
+    slot, parent, page = reads
+    row, column = entry_index(slot)
+    table = put(tree.table, row, column + WAYS, NULL)
+    topology = topology.at[NUM_CHILDREN, parent].add(
+        -1, mode="drop", wrap_negative_indices=False
+    )
+    topology = put(topology, *at_rows([PARENT, DEPTH, TABLE_SLOT], nodes), NULL)
+    topology = put(topology, NUM_CHILDREN, nodes, 0)
+    data = put(data, *at_rows([full.value_row, full.stamp_row], nodes), NULL)
+    place = owner_offset(config, full.type) + page
+    owner = cache.owner.at[jnp.where(is_victim, place, cache.owner.shape[0])].set(
+        int(Owner.FREE), mode="drop"
+    )
+    free_ids, count = free_lists.push(
+        cache.free_ids, cache.counters, config, Ring.FULL, page, is_victim
+    )
+    free_ids, _ = free_lists.push(
+        free_ids, cache.counters, config, Ring.NODES, nodes, is_victim
+    )
+    counters = bump(
+        cache.counters,
+        evictable__0=-count,
+        **free_lists.given(Ring.FULL, count),
+        **free_lists.given(Ring.NODES, count),
+    )
+    tree = dataclasses.replace(
+        tree, table=table, topology=topology, component_data=data
+    )
+    cache = dataclasses.replace(
+        cache, tree=tree, owner=owner, free_ids=free_ids, counters=counters
+    )
+    return cache, count
+
+
+def _remove_many(cache: CacheState, need):
+    """Remove the `need` oldest unlocked pages at a cost that knows no bound."""
+    data = cache.tree.component_data
+    stamps = _evictable(data, cache.config)
+    threshold = _kth_lowest(stamps, need)
+    victim = (stamps <= threshold) & (need > 0)
+    nodes = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
+    return _remove(cache, nodes)
+
+
+def _kth_lowest(stamps, k):
+    """The k-th lowest of non-negative int32 stamps, by one pass for each bit."""
+    stamps = jax.lax.optimization_barrier(stamps)  # else every pass computes it anew
+    answer = jnp.int32(0)
+    for bit in range(30, -1, -1):
+        trial = answer | (1 << bit)
+        below = jnp.sum(stamps < trial, dtype=jnp.int32)
+        answer = jnp.where(below < k, trial, answer)
+    return answer

@@ -1,0 +1,141 @@
+"""Where a key stands: its pages hashed, proposed and verified in parallel."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..config import CacheConfig
+from ..params import RadixKey
+from ..status import Status
+from ..tree_arrays import (
+    NAMESPACE,
+    NAMESPACE_WORDS,
+    NULL,
+    PARENT,
+    ROOT,
+    TreeArrays,
+    probe,
+    take,
+)
+from .hashing import chain_hashes
+
+
+class KeyPages(NamedTuple):
+    """A batch of keys cut into pages, with what the children table proposes."""
+
+    tokens: jax.Array  # [requests, pages, page_size]
+    namespace: jax.Array  # [requests, 4]
+    num_pages: jax.Array  # [requests] whole pages that may be used
+    bucket: jax.Array  # [requests, pages]
+    fingerprint: jax.Array  # [requests, pages]
+    node: jax.Array  # [requests, pages] proposed node or NULL
+    free_ways: jax.Array  # [requests, pages] bit mask of the bucket
+    status: jax.Array  # bits met on the way
+
+
+def check_key(key: RadixKey, config: CacheConfig) -> None:
+    """Refuse keys of a wrong shape while tracing.
+
+    Raises:
+      ValueError: no axis of whole pages, or longer than `max_prefix_pages`.
+    """
+    tokens = key.token_ids
+    if tokens.ndim < 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"token_ids is {tokens.dtype}{list(tokens.shape)}; wanted int32 [tokens]. "
+            "Build keys with uhrc_fn.radix_key."
+        )
+    pages, rest = divmod(tokens.shape[-1], config.page_size)
+    if rest or not 1 <= pages <= config.max_prefix_pages:
+        raise ValueError(
+            f"token_ids holds {tokens.shape[-1]} tokens; wanted 1 to "
+            f"{config.max_prefix_pages} whole pages of {config.page_size}. "
+            "Build keys with uhrc_fn.radix_key, which pads and truncates."
+        )
+
+
+def page_index(num_pages: int):
+    """Pages 0, 1, ... as int32 [1, pages], to broadcast over requests."""
+    return jnp.arange(num_pages, dtype=jnp.int32)[None]
+
+
+def or_reduce(x):
+    """Bitwise or over the last axis, in the form that XLA for CPU vectorises."""
+    lanes = 8 if x.shape[-1] % 8 == 0 else x.shape[-1]
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // lanes, lanes)
+    x = jax.lax.reduce_or(x, axes=(x.ndim - 2,))
+    return jax.lax.reduce_or(x, axes=(x.ndim - 1,))
+
+
+def first_false(ok):
+    """Length of the leading run of true entries, over the last axis."""
+    size = ok.shape[-1]
+    place = jax.lax.broadcasted_iota(jnp.int32, ok.shape, ok.ndim - 1)
+    return jnp.min(jnp.where(ok, size, place), axis=-1)
+
+
+def propose(tree: TreeArrays, key: RadixKey, config: CacheConfig) -> KeyPages:
+    """Hash a batch of keys and look every page up at once.
+
+    Args:
+      tree: the tree.
+      key: batch of keys, one leading axis.
+      config: settings.
+    """
+    size = config.page_size
+    tokens = jnp.asarray(key.token_ids, jnp.int32)
+    tokens = tokens.reshape(tokens.shape[0], -1, size)
+    length = jnp.asarray(key.length, jnp.int32)
+    namespace = jnp.asarray(key.namespace, jnp.int32)
+    most = tokens.shape[1] * size
+    bad_length = (length < 0) | (length > most)
+    num_pages = jnp.clip(length, 0, most) // size
+    page = page_index(tokens.shape[1])
+    in_range = page < num_pages[:, None]
+    bad_token = in_range & (or_reduce(tokens) < 0)
+    num_pages = jnp.minimum(num_pages, first_false(~bad_token))
+    bucket, fingerprint = chain_hashes(tokens, namespace, config)
+    node, free_ways = probe(tree.table, bucket, fingerprint)
+    status = jnp.where(jnp.any(bad_length), int(Status.BAD_LENGTH), 0)
+    status = status | jnp.where(jnp.any(bad_token), int(Status.BAD_TOKEN), 0)
+    return KeyPages(
+        tokens, namespace, num_pages, bucket, fingerprint, node, free_ways, status
+    )
+
+
+def verified_run(tree: TreeArrays, pages: KeyPages, node):
+    """Pages from the front whose node holds exactly this key's page.
+
+    Tokens, parent and, at the first page, the namespace decide: a child's namespace
+    is its parent's.
+
+    Args:
+      tree: the tree.
+      pages: the keys.
+      node: [requests, pages] node of each page, or `NULL`.
+
+    Returns:
+      int32 [requests].
+    """
+    safe = jnp.maximum(node, ROOT)
+    stored = tree.tokens.at[safe].get(mode="promise_in_bounds")
+    same = or_reduce(stored ^ pages.tokens) == 0
+    above = jnp.concatenate([jnp.zeros_like(safe[:, :1]), safe[:, :-1]], axis=1)
+    linked = take(tree.topology, PARENT, safe) == above
+    rows = NAMESPACE + jnp.arange(NAMESPACE_WORDS, dtype=jnp.int32)
+    spaces = take(tree.topology, rows[None], safe[:, :1])
+    same_space = jnp.all(spaces == pages.namespace, axis=-1, keepdims=True)
+    page = page_index(node.shape[1])
+    ok = (node != NULL) & same & linked & ((page > 0) | same_space)
+    return jnp.minimum(first_false(ok), pages.num_pages)
+
+
+def one(tree):
+    """Give every array of a record a leading axis of one request."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def first(tree):
+    """Take the first request out of a batched record."""
+    return jax.tree.map(lambda x: x[0], tree)
