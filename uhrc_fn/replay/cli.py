@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from ..config import MAX_CAPACITY
 from . import plot, report
 from .builtin import conversations
 from .ideal import BeladyBound, PrefixNodes, ideal_hit_pages, prefix_nodes
@@ -138,7 +139,7 @@ def fraction(text: str, is_allowed, wanted: str) -> float:
 def check_outputs(arguments) -> None:
     """Find out before the replay what would fail after it."""
     if arguments.plot:
-        plot.require_matplotlib()
+        plot.check_plot(arguments.plot)
     for option in ("json", "plot"):
         target = getattr(arguments, option)
         if target and target != "-" and not pathlib.Path(target).parent.is_dir():
@@ -176,9 +177,17 @@ def choose_capacities(arguments, unique_pages: int) -> list[tuple[float, int]]:
     """(Fraction of the unique pages, pages) of each replay."""
     unique = max(unique_pages, 1)
     if arguments.sweep:
-        return [(part, max(int(part * unique), 1)) for part in arguments.sweep]
-    pages = arguments.capacity_pages or unique
-    return [(pages / unique, pages)]
+        chosen = [(part, max(int(part * unique), 1)) for part in arguments.sweep]
+    else:
+        pages = arguments.capacity_pages or unique
+        chosen = [(pages / unique, pages)]
+    for _, pages in chosen:
+        if pages > MAX_CAPACITY:
+            raise ValueError(
+                f"a capacity of {pages} pages; a cache holds at most {MAX_CAPACITY}. "
+                "Choose fewer with --capacity-pages."
+            )
+    return chosen
 
 
 def run(

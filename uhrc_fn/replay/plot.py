@@ -1,6 +1,7 @@
 """Plots of a replay; matplotlib is imported only when one is asked for."""
 
 import importlib.util
+import pathlib
 
 import numpy as np
 
@@ -10,13 +11,19 @@ from .workload import Workload
 CACHE, BELADY, IDEAL = "#0072b2", "#d55e00", "#555555"
 
 
-def require_matplotlib() -> None:
-    """Fail early, before a long replay."""
+def check_plot(path: str) -> None:
+    """Find out before a long replay that matplotlib and the file type are there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             "--plot needs matplotlib, which is not installed; install it with "
             "pip install 'uhrc_fn[replay]'."
         )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    kind = pathlib.Path(path).suffix.removeprefix(".").lower() or "png"
+    if kind not in kinds:
+        raise ValueError(f"--plot {path}: wanted one of .{', .'.join(sorted(kinds))}.")
 
 
 def new_axes(title: str, xlabel: str):

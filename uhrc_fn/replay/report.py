@@ -29,12 +29,17 @@ def summarize(
 ) -> dict[str, int | float]:
     """The figures of one replay, over the measured requests.
 
-    Evicted, inserted and capacity tokens are pages times the tokens of a full page.
+    A page counts for its tokens. Evicted pages, and inserted ones where a request
+    found no room for all of its pages, count for as many as the mean missed page.
     `wall_s` and `requests_per_s` cover the warm-up requests too.
     """
     first = workload.first_measured(measure_from)
     input_tokens = int(workload.input_tokens[first:].sum())
     hit_tokens = int(workload.hit_tokens(result.hit_pages[first:], first).sum())
+    pages = np.diff(workload.page_offsets[first:])
+    page_tokens = int(workload.hit_tokens(pages, first).sum())
+    missed_pages = int(pages.sum() - result.hit_pages[first:].sum(dtype=np.int64))
+    missed_mean = ratio(page_tokens - hit_tokens, missed_pages)
     ideal_tokens = int(workload.hit_tokens(ideal_hit_pages[first:], first).sum())
     return {
         "requests": workload.num_requests - first,
@@ -42,8 +47,8 @@ def summarize(
         "hit_tokens": hit_tokens,
         "hit_ratio": ratio(hit_tokens, input_tokens),
         "ideal_hit_ratio": ratio(ideal_tokens, input_tokens),
-        "evicted_tokens": int(result.evicted_pages) * workload.page_tokens,
-        "inserted_tokens": int(result.inserted_pages) * workload.page_tokens,
+        "evicted_tokens": round(int(result.evicted_pages) * missed_mean),
+        "inserted_tokens": round(int(result.inserted_pages) * missed_mean),
         "capacity_tokens": capacity_pages * workload.page_tokens,
         "wall_s": float(result.wall_s),
         "compile_s": float(result.compile_s),

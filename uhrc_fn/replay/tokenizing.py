@@ -22,8 +22,9 @@ def load_tokenizer(path: str | pathlib.Path) -> Callable[[str], np.ndarray]:
         from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ModuleNotFoundError(
-            "--tokenizer needs the package 'tokenizers'; install it with "
-            "pip install tokenizers, or leave --tokenizer out (byte tokens)."
+            "--tokenizer needs the package 'tokenizers', which is not installed; "
+            "install it with pip install 'uhrc_fn[replay]', or leave --tokenizer out "
+            "(byte tokens)."
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -122,7 +122,7 @@ def recognise(path: pathlib.Path) -> str:
     first = next(read_text_lines(path), None)
     if first is None:
         raise TraceError(f"{path}: the file is empty.")
-    number, text = first
+    _, text = first
     if text.lower().startswith("timestamp,contexttokens"):
         raise TraceError(
             f"{path}: an Azure trace has arrival times and lengths only; without "
@@ -132,8 +132,8 @@ def recognise(path: pathlib.Path) -> str:
     kind = kind_of(line.value)
     if kind == "lengths":
         raise TraceError(
-            f"{path}: the lines are token counts only (ShareGPT lengths); without "
-            "prefix information there is nothing to replay."
+            f"{path}: the lines hold token counts only (as ShareGPT lengths do); "
+            "without prefix information there is nothing to replay."
         )
     if kind is None:
         known = ", ".join([*BLOCK_READERS, *TEXT_READERS])

@@ -87,7 +87,11 @@ def read_mooncake(path: pathlib.Path, limit: int | None, **_) -> Blocks:
 def read_ragpulse(
     path: pathlib.Path, limit: int | None, block_weights: str, **_
 ) -> Blocks:
-    """Rows by timestamp (stable). Ids name content; the tree adds the parent."""
+    """Rows by timestamp (stable). Ids name content; the tree adds the parent.
+
+    A request's input is the sum of its block weights, as in the published curves; the
+    6 to 12 tokens of a prompt that belong to no chunk are not counted.
+    """
     chunk_tokens = read_chunk_tokens(path) if block_weights == "chunk" else None
     rows = []
     for line in parse_lines(path):
@@ -106,7 +110,7 @@ def read_ragpulse(
                 f"({len(chunk_tokens)} entries)",
             )
             weights = [chunk_tokens[i] for i in ids]
-        rows.append((time, ids, weights, length))
+        rows.append((time, ids, weights, sum(weights)))
     rows.sort(key=lambda row: row[0])
     return gather((row[1:] for row in rows[:limit]), block_tokens=RAGPULSE_BLOCK)
 
@@ -148,8 +152,8 @@ def check_ranges(line: Line, ranges: list) -> None:
     """Check a list `[start, count, ...]` of id ranges."""
     line.ids(ranges)
     line.require(len(ranges) % 2 == 0, "id ranges are not pairs of start and count")
-    last = max(map(sum, zip(ranges[::2], ranges[1::2], strict=True)), default=0)
-    line.require(last <= MAX_TOKEN, f"block id {last - 1} is outside [0, 2^31)")
+    end = max(map(sum, zip(ranges[::2], ranges[1::2], strict=True)), default=0)
+    line.require(end - 1 <= MAX_TOKEN, f"block id {end - 1} is outside [0, 2^31)")
 
 
 def decode_ranges(line: Line, ranges: list) -> list[int]:

@@ -1,5 +1,6 @@
 """Claude Code sessions: delta-coded block ids, 94 million of them in the public set."""
 
+import itertools
 import pathlib
 
 import numpy as np
@@ -33,7 +34,7 @@ def read_claude_code(path: pathlib.Path, limit: int | None, **_) -> Blocks:
             pairs = zip(row[5][::2], row[5][1::2], strict=True)
             highest = max(highest, max((s + c - 1 for s, c in pairs), default=-1))
         line.require(
-            all(a <= b for a, b in zip(session_times, session_times[1:], strict=False)),
+            all(a <= b for a, b in itertools.pairwise(session_times)),
             "the requests of a session are not in order of time",
         )
         times += session_times

@@ -33,16 +33,24 @@ class Line:
 
     def field(self, record: Any, key: Any, kind: type, low: int | None = None) -> Any:
         """The same for a record inside this line: a dict by key, a list by index."""
-        name = f"field {key!r}" if isinstance(record, dict) else f"entry {key}"
+        shape, name = (dict, f"field {key!r}")
+        if isinstance(key, int):
+            shape, name = (list, f"entry {key}")
+        if not isinstance(record, shape):
+            self.fail(f"found {shorten(record)}, wanted {NAMES[shape]} with {name}")
         try:
             value = record[key]
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError):
             self.fail(f"{name} is missing")
         wanted = (int, float) if kind is float else kind
         if not isinstance(value, wanted) or isinstance(value, bool):
             self.fail(f"{name} is {shorten(value)}, wanted {NAMES[kind]}")
         if low is not None and value < low:
             self.fail(f"{name} is {value}, wanted at least {low}")
+        if kind is int and value > MAX_TOKEN:
+            self.fail(f"{name} is {value}, wanted less than 2^31")
+        if kind is float and not abs(value) < 2**63:  # also true of nan
+            self.fail(f"{name} is {shorten(value)}, wanted a number below 2^63")
         return value
 
     def ids(self, ids: Any) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .reading import Line, TraceError, parse_lines, shorten
 
 GSM8K_SHOTS = 5
+MAX_SAMPLES = 10_000
 
 
 def read_lmcache(path: pathlib.Path) -> Iterator[str]:
@@ -72,6 +73,7 @@ def read_tot_game24(path: pathlib.Path) -> Iterator[str]:
         arguments = line.field(line.value, 3, dict)
         tail = line.field(line.value, 4, str)
         samples = line.field(line.value, 5, int, 1)
+        line.require(samples <= MAX_SAMPLES, f"{samples} samples of one prompt")
         try:
             prompt = templates[kind].format(**arguments) + tail
         except (KeyError, IndexError, ValueError, AttributeError) as error:
