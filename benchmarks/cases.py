@@ -11,12 +11,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from hosts import HostTree, MakeTree
-from ours import Runner, allocated, config_for, copy, filled, key_of, stack
+from ours import (
+    Runner,
+    allocated,
+    config_for,
+    copy,
+    filled,
+    insert_params,
+    key_of,
+    stack,
+)
 from timing import Loop, Step
 
 import uhrc_fn
+from uhrc_fn import free_lists
+from uhrc_fn.state import Owner, Ring, bump
 
 VOCABULARY = 150_000
 # Different keys, or batches of them, that a match goes round.
@@ -206,7 +218,7 @@ class Insert(Bench):
             one = case.batch == 1
             key = key_of(tokens[0] if one else tokens, self.config)
             value = value[0] if one else value
-            self.arguments.append((uhrc_fn.InsertParams(key=key, value=value),))
+            self.arguments.append((insert_params(key, value),))
 
     @property
     def base(self) -> Any:
@@ -368,6 +380,30 @@ class Alloc(Bench):
         return Loop(make, consumes=True)
 
 
+def pop_pages(cache: Any, count: Any, *, max_new: int) -> tuple[Any, Any]:
+    """Take free pages with no check at all: the least that `alloc_pages` has to do."""
+    rank = jnp.arange(max_new, dtype=jnp.int32)
+    ring = (cache.config, Ring.FULL)
+    ids = free_lists.front(cache.free_ids, cache.counters, *ring, rank)
+    place = jnp.where(rank < count, ids, cache.owner.shape[0])
+    owner = cache.owner.at[place].set(int(Owner.REQUEST), mode="drop")
+    counters = bump(cache.counters, **free_lists.taken(cache.counters, *ring, count))
+    cache = dataclasses.replace(cache, owner=owner, counters=counters)
+    result = uhrc_fn.AllocResult(
+        ids=jnp.where(rank < count, ids, 0),
+        scalars=jnp.stack([count, jnp.ones_like(count)]),
+    )
+    return cache, result
+
+
+class Pop(Alloc):
+    """What `Alloc` is measured against: the same pages, popped and marked, no more."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.function = functools.partial(pop_pages, max_new=case.pages)
+
+
 BENCHES: dict[str, Callable[[Case], Bench]] = {
     "match": Match,
     "insert": Insert,
@@ -376,6 +412,7 @@ BENCHES: dict[str, Callable[[Case], Bench]] = {
     "evict": Evict,
     "evict_any": Evict,
     "alloc": Alloc,
+    "pop": Pop,
 }
 
 

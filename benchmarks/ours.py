@@ -34,6 +34,12 @@ def key_of(tokens: np.ndarray, config: uhrc_fn.CacheConfig) -> uhrc_fn.RadixKey:
     return uhrc_fn.stack_keys([key_of(row, config) for row in tokens])
 
 
+def insert_params(key: uhrc_fn.RadixKey, value: np.ndarray) -> uhrc_fn.InsertParams:
+    """Arguments of an insert that shares nothing with the tree yet."""
+    shared = np.zeros(value.shape[:-1], np.int32)
+    return uhrc_fn.InsertParams(key=key, value=value, prev_prefix_len=shared)
+
+
 def copy(cache: Any) -> Any:
     """Copy a cache, so that the original survives the next donation."""
     return jax.block_until_ready(jax.tree.map(lambda leaf: leaf.copy(), cache))
@@ -46,10 +52,8 @@ def filled(config: uhrc_fn.CacheConfig, tokens: np.ndarray) -> uhrc_fn.CacheStat
     batch = math.gcd(len(tokens), max(1, _FILL_PAGES // pages))
     for start in range(0, len(tokens), batch):
         cache, ids = allocated(cache, batch * pages)
-        params = uhrc_fn.InsertParams(
-            key=key_of(tokens[start : start + batch], config),
-            value=ids.reshape(batch, pages),
-        )
+        key = key_of(tokens[start : start + batch], config)
+        params = insert_params(key, ids.reshape(batch, pages))
         cache, _ = uhrc_fn.jitted.insert_batch(cache, params)
     uhrc_fn.raise_if_bad(cache)
     return cache
@@ -81,7 +85,7 @@ class Runner:
     def __call__(self, *args: Any) -> Any:
         """Run, and wait for the result only."""
         self.cache, result = self.jitted(self.cache, *args)
-        jax.block_until_ready(jax.tree.leaves(result)[-1])
+        result.scalars.block_until_ready()
         return result
 
 

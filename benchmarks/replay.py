@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, default=0.1,
                         help="pool size as a part of the unique pages")  # fmt: skip
     parser.add_argument("--expand-tokens", action="store_true",
-                        help="real pages of 512 token ids, not ids at page 1")  # fmt: skip
+                        help="real pages of token ids, not ids at page 1")  # fmt: skip
     parser.add_argument("--limit", type=int, help="replay the first so many requests")
     parser.add_argument("--repeat", type=int, default=3, help="runs; medians count")
     parser.add_argument("--core", type=int, help="core to run on; default the first")

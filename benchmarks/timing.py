@@ -81,7 +81,9 @@ def run_child(arguments: Sequence[str], core: int | None) -> None:
         environment["NPROC"] = "1"
         arguments = [*arguments, "--core", str(core)]
     command = [sys.executable, sys.argv[0], *arguments]
-    subprocess.run(command, env=environment, check=True)
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        sys.exit(code)  # the child has said why
 
 
 def enter_one_core(core: int) -> None:

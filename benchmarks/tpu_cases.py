@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ours import config_for, stack
+from ours import config_for, insert_params, stack
 
 import uhrc_fn
 
@@ -74,7 +74,7 @@ def _one_request(config: Any, pages: int) -> list[TpuCase]:
     match, receipt = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), (match, receipt.to_dec_params())
     )
-    value = uhrc_fn.InsertParams(key=key, value=np.zeros(pages, np.int32))
+    value = insert_params(key, np.zeros(pages, np.int32))
     return [
         _case("match", config, pages, uhrc_fn.match_prefix, params),
         _case("peek", config, pages, uhrc_fn.peek_prefix_len, key, donate=False),
@@ -100,10 +100,7 @@ def _batches(config: Any, pages: int, batch: int) -> list[TpuCase]:
     """Operations on a batch of keys."""
     key = _key(config, pages, batch)
     match = uhrc_fn.MatchPrefixParams(key=key)
-    value = np.zeros((batch, pages), np.int32)
-    insert = uhrc_fn.InsertParams(
-        key=key, value=value, prev_prefix_len=np.zeros(batch, np.int32)
-    )
+    insert = insert_params(key, np.zeros((batch, pages), np.int32))
     many = functools.partial(_case, batch=batch)
     return [
         many("match_batch", config, pages, uhrc_fn.match_prefix_batch, match),
