@@ -111,10 +111,12 @@ class CacheConfig:
 
     @property
     def has_swa(self) -> bool:
+        """Whether SWA is among the components."""
         return ComponentType.SWA in self.components
 
     @property
     def has_recurrent(self) -> bool:
+        """Whether RECURRENT is among the components."""
         return ComponentType.RECURRENT in self.components
 
     @property

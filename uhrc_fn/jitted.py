@@ -9,8 +9,10 @@ import functools
 
 import jax
 
-from .ops import allocate, clock, evict as _evict, insert as _insert, lock, match
 from . import state as _state
+from .ops import allocate, clock, lock, match
+from .ops import evict as _evict
+from .ops import insert as _insert
 
 _donated = functools.partial(jax.jit, donate_argnums=0)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from .config import ComponentType, CacheConfig
+from .config import CacheConfig, ComponentType
 from .tree_arrays import TreeArrays, init_tree
 
 
@@ -167,7 +167,10 @@ def init(config: CacheConfig) -> CacheState:
         )
     sizes = [ring_capacity(config, ring) for ring in Ring]
     # Ledger rows count from 0; every other id leaves 0 to the root or the dummy.
-    free = [np.arange(n) + (ring != Ring.LEDGER) for ring, n in zip(Ring, sizes)]
+    free = [
+        np.arange(n) + (ring != Ring.LEDGER)
+        for ring, n in zip(Ring, sizes, strict=True)
+    ]
     owner = [
         np.r_[int(Owner.DUMMY), np.zeros(n)].astype(np.int32) for n in config.capacities
     ]

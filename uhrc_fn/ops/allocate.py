@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .. import free_lists
 from ..config import ComponentType
 from ..params import AllocResult, MatchResult
-from ..state import CacheState, Counter, Owner, Ring, bump, flag, owner_offset
+from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
 from ..tree_arrays import fence
 from .claim import claim

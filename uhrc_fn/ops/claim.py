@@ -5,8 +5,6 @@ stays, so the earliest lane wins. Places are claimed in the array that they belo
 which needs no scratch memory of its size; the caller writes their final values after.
 """
 
-import jax.numpy as jnp
-
 # Above every value that a claimed place may hold.
 _TOP = 1 << 30
 

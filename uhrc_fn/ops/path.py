@@ -60,12 +60,14 @@ def page_index(num_pages: int):
     return jnp.arange(num_pages, dtype=jnp.int32)[None]
 
 
-def or_reduce(x):
-    """Bitwise or over the last axis, in the form that XLA for CPU vectorises."""
+def lane_or(x):
+    """Bitwise or of each page's words into at most 8 lanes, on the last axis.
+
+    XLA for CPU vectorises a reduction over the major of two axes, not over the minor.
+    """
     lanes = 8 if x.shape[-1] % 8 == 0 else x.shape[-1]
     x = x.reshape(*x.shape[:-1], x.shape[-1] // lanes, lanes)
-    x = jax.lax.reduce_or(x, axes=(x.ndim - 2,))
-    return jax.lax.reduce_or(x, axes=(x.ndim - 1,))
+    return jax.lax.reduce_or(x, axes=(x.ndim - 2,))
 
 
 def first_false(ok):
@@ -93,7 +95,7 @@ def propose(tree: TreeArrays, key: RadixKey, config: CacheConfig) -> KeyPages:
     num_pages = jnp.clip(length, 0, most) // size
     page = page_index(tokens.shape[1])
     in_range = page < num_pages[:, None]
-    bad_token = in_range & (or_reduce(tokens) < 0)
+    bad_token = in_range & jnp.any(lane_or(tokens) < 0, axis=-1)
     num_pages = jnp.minimum(num_pages, first_false(~bad_token))
     bucket, fingerprint = chain_hashes(tokens, namespace, config)
     node, free_ways = probe(tree.table, bucket, fingerprint)
@@ -120,7 +122,7 @@ def verified_run(tree: TreeArrays, pages: KeyPages, node):
     """
     safe = jnp.maximum(node, ROOT)
     stored = tree.tokens.at[safe].get(mode="promise_in_bounds")
-    same = or_reduce(stored ^ pages.tokens) == 0
+    same = ~jnp.any(lane_or(stored ^ pages.tokens) != 0, axis=-1)
     above = jnp.concatenate([jnp.zeros_like(safe[:, :1]), safe[:, :-1]], axis=1)
     linked = take(tree.topology, PARENT, safe) == above
     rows = NAMESPACE + jnp.arange(NAMESPACE_WORDS, dtype=jnp.int32)
