@@ -32,7 +32,6 @@ def random_workload(seed, num_requests=14, tokens=2, longest=4, page_size=1):
         keys=np.array(keys, np.int32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         input_tokens=np.array(lengths, np.int64),
-        page_tokens=page_size,
     )
 
 
@@ -56,6 +55,17 @@ def test_the_ideal_counts_pages_that_an_earlier_request_brought(seed, page_size)
     tree = prefix_nodes(workload)
     assert ideal_hit_pages(workload, tree).tolist() == wanted
     assert tree.num_nodes == len(seen)
+
+
+def test_measuring_starts_at_the_exact_fraction():
+    workload = random_workload(0, num_requests=100)
+    # 0.29 * 100 is 28.999999999999996 in floating point.
+    assert [workload.first_measured(f) for f in (0, 0.29, 0.5, 0.999)] == [
+        0,
+        29,
+        50,
+        99,
+    ]
 
 
 def test_namespaces_share_nothing():

@@ -21,7 +21,7 @@ class Workload:
         a partial last page can never be cached.
       offsets: int64 `[requests + 1]` into `keys`.
       input_tokens: int64 `[requests]`, the real prompt tokens of each request.
-      page_tokens: real tokens that a full page holds.
+      page_tokens: real tokens that a full page holds; 0 means `page_size`.
       namespaces: int32 `[requests, 4]`, or None where all share one namespace.
       weights: int32, the real tokens that each page of each request stands for, laid
         out like the pages; None means `page_tokens` each.
@@ -33,10 +33,14 @@ class Workload:
     keys: np.ndarray
     offsets: np.ndarray
     input_tokens: np.ndarray
-    page_tokens: int
+    page_tokens: int = 0
     namespaces: np.ndarray | None = None
     weights: np.ndarray | None = None
     token_unit: str = "token"
+
+    def __post_init__(self):
+        if not self.page_tokens:
+            object.__setattr__(self, "page_tokens", self.page_size)
 
     @property
     def num_requests(self) -> int:
