@@ -24,6 +24,7 @@ def claim(array, index, turn):
     options = {"mode": "drop", "wrap_negative_indices": False}
     array = array.at[index].max(_TOP - turn, **options)
     held = array.at[index].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    held, array = fence(held, array)
     return array, _TOP - held
 
 
@@ -39,6 +40,7 @@ def first_touch(array, index, turn):
       ``(array, is_first)``.
     """
     before = array.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    before, array = fence(before, array)
     claimed, winner = claim(array, index, turn)
     restored = claimed.at[index].set(before, mode="drop", wrap_negative_indices=False)
     return restored, winner == turn

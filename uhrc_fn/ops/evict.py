@@ -233,7 +233,9 @@ def _remove_many(cache: CacheState, need):
     threshold = _kth_lowest(stamps, need)
     victim = (stamps <= threshold) & (need > 0)
     nodes = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
-    return _remove(cache, nodes)
+    nodes, data = fence(nodes, data)
+    tree = dataclasses.replace(cache.tree, component_data=data)
+    return _remove(dataclasses.replace(cache, tree=tree), nodes)
 
 
 def _kth_lowest(stamps, k):

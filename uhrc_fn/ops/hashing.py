@@ -111,14 +111,19 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
     constants = _constants(config.hash_seed, config.page_size)
     bases, namespace_weights, start = constants[4:]
     space = _mix(namespace.astype(jnp.uint32) + _MIX2)
-    words = []
-    for j, h in enumerate(page_hashes(tokens, config)):
-        up, down = _powers(bases[j], tokens.shape[-2])
-        seed = jnp.sum(
-            space * _like(namespace_weights[j], space.ndim), axis=-1, dtype=jnp.uint32
-        )
-        # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
-        total = jnp.cumsum(h * _like(down, h.ndim), axis=-1, dtype=jnp.uint32)
-        words.append(_mix((total + (seed + start[j])[..., None]) * _like(up, h.ndim)))
+    h = jnp.stack(page_hashes(tokens, config))
+    powers = [_powers(base, tokens.shape[-2]) for base in bases]
+    up, down = (
+        np.stack(p).reshape(2, *[1] * (h.ndim - 2), -1)
+        for p in zip(*powers, strict=True)
+    )
+    seeds = [
+        jnp.sum(space * _like(namespace_weights[j], space.ndim), -1, dtype=jnp.uint32)
+        + start[j]
+        for j in range(2)
+    ]
+    # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
+    total = jnp.cumsum(h * down, axis=-1, dtype=jnp.uint32)
+    words = _mix((total + jnp.stack(seeds)[..., None]) * up)
     bucket = (words[0] & np.uint32(config.num_buckets - 1)).astype(jnp.int32)
     return bucket, jax.lax.bitcast_convert_type(words[1], jnp.int32)

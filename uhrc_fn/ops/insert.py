@@ -48,10 +48,7 @@ from .path import (
     propose,
     verified_run,
 )
-
-# Rounds of claims. A page fails one with the odds that an earlier page of the batch
-# took its way: under 2 % when a batch fills half of the table's mean load at once.
-ROUNDS = 6
+from .place import place
 
 
 def insert(cache: CacheState, params: InsertParams) -> tuple[CacheState, InsertResult]:
@@ -136,7 +133,7 @@ def _insert_together(cache: CacheState, params: InsertParams):
     (pages, counters), table, tokens, topology = fence(
         (pages, cache.counters), tree.table, tree.tokens, tree.topology
     )
-    table, plan = _place(cache, table, pages, counters)
+    table, plan = _plan(cache, table, pages, counters)
     tree = dataclasses.replace(tree, table=table, tokens=tokens, topology=topology)
     tree = _write_keys(tree, plan, pages)
     cut, owner, kept, facts = _cut(cache, tree, plan, pages, params)
@@ -144,46 +141,21 @@ def _insert_together(cache: CacheState, params: InsertParams):
     return _commit(cache, plan, pages, cut, kept, facts, params)
 
 
-def _place(cache: CacheState, table, pages: KeyPages, counters):
-    """Claim a table way and a node for every page that has no node."""
-    config = cache.config
-    num_lanes = pages.node.size
-    turn = jnp.arange(num_lanes, dtype=jnp.int32).reshape(pages.node.shape)
-    page = page_index(pages.node.shape[1])
-    wants = (pages.node == NULL) & (page < pages.num_pages[:, None])
-    num_free = jax.lax.population_count(pages.free_ways)
-    ways = jnp.arange(WAYS, dtype=jnp.int32)[None, None]
-    is_free = (pages.free_ways[..., None] >> ways) & 1 != 0
-    below = jnp.left_shift(1, ways) - 1
-    rank = jax.lax.population_count(pages.free_ways[..., None] & below)
-    rank = jnp.where(is_free, rank, NULL)
-    # The start depends on the hash alone, so that equal pages try the same ways.
-    start = (pages.fingerprint >> 16) & 0xFFFF
-    code = (pages.bucket, pages.fingerprint)
-    open_ = wants & (num_free > 0)
-    claimed = leader = jnp.full_like(turn, NULL)
-    for attempt in range(ROUNDS):
-        pick = (start + attempt) % jnp.maximum(num_free, 1)
-        way = jnp.sum(jnp.where(rank == pick[..., None], ways, 0), -1, dtype=jnp.int32)
-        slot = jnp.where(open_, pages.bucket * WAYS + way, NULL)
-        row, column = entry_index(slot)
-        # Later rounds write smaller numbers and never displace an earlier winner.
-        table, winner = claim(table, (row, column + WAYS), turn + attempt * num_lanes)
-        winner = winner - attempt * num_lanes
-        is_ours = (winner >= 0) & (winner < num_lanes)
-        winner = jnp.clip(winner, 0, num_lanes - 1)
-        same = [
-            c.reshape(-1).at[winner].get(mode="promise_in_bounds") == c for c in code
-        ]
-        placed = open_ & is_ours & same[0] & same[1]
-        leader = jnp.where(placed, winner, leader)
-        claimed = jnp.where(placed & (winner == turn), slot, claimed)
-        # A way taken in an earlier round stays taken: try the next.
-        open_ = open_ & ~placed
+def _plan(cache: CacheState, table, pages: KeyPages, counters):
+    """Give a table way and a node to every page that has no node.
+
+    Returns:
+      ``(table, plan)``.
+    """
+    turn = jnp.arange(pages.node.size, dtype=jnp.int32).reshape(pages.node.shape)
+    wants = (pages.node == NULL) & (
+        page_index(pages.node.shape[1]) < pages.num_pages[:, None]
+    )
+    table, leader, claimed = place(table, pages, wants)
     leads = leader == turn
     order = jnp.cumsum(leads.reshape(-1), dtype=jnp.int32).reshape(leads.shape) - 1
     leads = leads & (order < free_lists.size(counters, Ring.NODES))
-    new = free_lists.front(cache.free_ids, counters, config, Ring.NODES, order)
+    new = free_lists.front(cache.free_ids, counters, cache.config, Ring.NODES, order)
     new = jnp.where(leads, new, NULL)
     led = new.reshape(-1).at[jnp.maximum(leader, 0)].get(mode="promise_in_bounds")
     node = jnp.where(wants, jnp.where(leader == NULL, NULL, led), pages.node)
@@ -193,8 +165,8 @@ def _place(cache: CacheState, table, pages: KeyPages, counters):
 def _write_keys(tree: TreeArrays, plan: _Plan, pages: KeyPages) -> TreeArrays:
     """Write keys of new pages to their nodes, which are still on the free list."""
     nodes = tree.tokens.shape[0]
-    place = jnp.where(plan.leads, plan.node, nodes + plan.turn).reshape(-1)
-    tokens = tree.tokens.at[place].set(
+    target = jnp.where(plan.leads, plan.node, nodes + plan.turn).reshape(-1)
+    tokens = tree.tokens.at[target].set(
         pages.tokens.reshape(-1, pages.tokens.shape[-1]),
         mode="drop",
         unique_indices=True,
@@ -206,7 +178,7 @@ def _write_keys(tree: TreeArrays, plan: _Plan, pages: KeyPages) -> TreeArrays:
     space = jnp.moveaxis(space, -1, 0).reshape(4, -1)
     topology = put(
         tree.topology,
-        *at_rows(rows, place),
+        *at_rows(rows, target),
         jnp.concatenate([parent[None], space]),
         unique_indices=True,
     )
@@ -238,12 +210,12 @@ def _cut(cache, tree, plan: _Plan, pages: KeyPages, params: InsertParams):
     start = owner_offset(config, ComponentType.FULL)
     wanted = plan.leads & (page < run[:, None]) & ~is_stale[:, None]
     is_id = (value > 0) & (value <= config.num_pages)
-    place = jnp.where(wanted & is_id, start + value, NULL)
-    theirs = cache.owner.at[jnp.maximum(place, 0)].get(mode="promise_in_bounds")
-    owned = (place != NULL) & (theirs == Owner.REQUEST)
-    place = jnp.where(owned, place, NULL)
-    (place, owned), owner = fence((place, owned), cache.owner)
-    owner, winner = claim(owner, (place,), plan.turn)
+    entry = jnp.where(wanted & is_id, start + value, NULL)
+    theirs = cache.owner.at[jnp.maximum(entry, 0)].get(mode="promise_in_bounds")
+    owned = (entry != NULL) & (theirs == Owner.REQUEST)
+    entry = jnp.where(owned, entry, NULL)
+    (entry, owned), owner = fence((entry, owned), cache.owner)
+    owner, winner = claim(owner, (entry,), plan.turn)
     # The second lane of the same id loses, and wherever a lane is cut, so are those
     # after it: only then may an id seem taken by a lane that goes nowhere.
     owned = owned & (winner == plan.turn)
@@ -257,7 +229,7 @@ def _cut(cache, tree, plan: _Plan, pages: KeyPages, params: InsertParams):
     else:
         num_done = first_false(is_whole)
     kept = plan.leads & (page < cut[:, None]) & (request < num_done)[:, None]
-    owner = owner.at[jnp.where(owned, place, NULL)].set(
+    owner = owner.at[jnp.where(owned, entry, NULL)].set(
         jnp.where(kept, int(Owner.TREE), int(Owner.REQUEST)),
         mode="drop",
         wrap_negative_indices=False,
@@ -292,7 +264,7 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
     path = jnp.where(in_tree, plan.node, NULL)
     value = jnp.asarray(params.value, jnp.int32)
     nodes = tree.tokens.shape[0]
-    place = jnp.where(kept, plan.node, nodes + plan.turn)
+    target = jnp.where(kept, plan.node, nodes + plan.turn)
 
     # The table: kept claims name their node, the others are wiped.
     row, column = entry_index(plan.claimed)
@@ -300,18 +272,18 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
     kept_row = jnp.where(kept, row, NULL)
     table = put(table, kept_row, column, pages.fingerprint)
 
-    depth = jnp.broadcast_to(page + 1, place.shape)
+    depth = jnp.broadcast_to(page + 1, target.shape)
     topology = put(
         tree.topology,
-        *at_rows([DEPTH, NUM_CHILDREN, TABLE_SLOT], place),
+        *at_rows([DEPTH, NUM_CHILDREN, TABLE_SLOT], target),
         jnp.stack([depth, jnp.zeros_like(depth), plan.claimed]),
     )
     parent = jnp.where(kept, _shift(plan.node), nodes)
     topology = topology.at[
-        at_rows([GENERATION, NUM_CHILDREN], place)[0], jnp.stack([place, parent])
+        at_rows([GENERATION, NUM_CHILDREN], target)[0], jnp.stack([target, parent])
     ].add(1, mode="drop", wrap_negative_indices=False)
     full = component_rules(config)[0]
-    data = put(tree.component_data, full.value_row, place, value)
+    data = put(tree.component_data, full.value_row, target, value)
     held = take(data, full.value_row, jnp.maximum(path, ROOT))
     held = jnp.where(in_tree, held, NULL)
     (held, counters), data = fence((held, cache.counters), data)

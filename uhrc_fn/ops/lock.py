@@ -196,7 +196,7 @@ def _add(cache: CacheState, path, num_pages, held, step: int):
         (before, present, stamp), data = fence((before, present, stamp), data)
         row = jnp.full_like(node, r.lock_row)
         data = data.at[row, node].add(step, mode="drop", wrap_negative_indices=False)
-        after = take(data, r.lock_row, safe)
+        after, data = fence(take(data, r.lock_row, safe), data)
         edge = locked & ((before == 0) != (after == 0))
         if num_requests > 1:  # a shared page crosses once: first lock, last unlock
             order = turn if step > 0 else path.size - 1 - turn
