@@ -5,6 +5,8 @@ stays, so the earliest lane wins. Places are claimed in the array that they belo
 which needs no scratch memory of its size; the caller writes their final values after.
 """
 
+from ..tree_arrays import fence
+
 # Above every value that a claimed place may hold.
 _TOP = 1 << 30
 

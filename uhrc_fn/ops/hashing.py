@@ -113,10 +113,8 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
     space = _mix(namespace.astype(jnp.uint32) + _MIX2)
     h = jnp.stack(page_hashes(tokens, config))
     powers = [_powers(base, tokens.shape[-2]) for base in bases]
-    up, down = (
-        np.stack(p).reshape(2, *[1] * (h.ndim - 2), -1)
-        for p in zip(*powers, strict=True)
-    )
+    shape = (2, *[1] * (h.ndim - 2), -1)
+    up, down = (np.stack(p).reshape(shape) for p in zip(*powers, strict=True))
     seeds = [
         jnp.sum(space * _like(namespace_weights[j], space.ndim), -1, dtype=jnp.uint32)
         + start[j]
