@@ -1,0 +1,204 @@
+"""Replay a workload through the jitted cache: one scan over a chunk of requests.
+
+Per request: match, lock, allocate what is missing (evicting; where nothing more can
+be evicted, what there is), insert, unlock. Several static lengths are compiled into
+the step and the scan switches between them, so that a short request costs a short
+program.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config import CLOCK_LIMIT, CacheConfig
+from ..jitted import compact_clock
+from ..ops.allocate import alloc_pages, free_pages, page_table
+from ..ops.insert import insert
+from ..ops.lock import dec_lock_ref, inc_lock_ref
+from ..ops.match import match_prefix
+from ..params import NO_NAMESPACE, InsertParams, MatchPrefixParams, RadixKey
+from ..state import CacheState, init
+from ..status import Status, describe
+from .records import ReplayProgress, ReplayResult
+from .workload import Workload
+
+# Each compiled length is this many times the next shorter one.
+_LENGTH_STEP = 4
+_MAX_LENGTHS = 3
+_SHORTEST = 16
+
+# Bits that a replay may meet and go on: the key was cut, or the clock wants winding.
+_HARMLESS = Status.TABLE_FULL | Status.CLOCK_HIGH
+
+
+class _Requests(NamedTuple):
+    """A chunk of requests, one row each."""
+
+    start: jax.Array  # first key token
+    num_pages: jax.Array
+    namespace: jax.Array  # [requests, 4]
+
+
+def replay(
+    workload: Workload,
+    *,
+    capacity_pages: int,
+    batch: int = 64,
+    measure_from: float = 0.0,
+    on_progress: Callable[[ReplayProgress], None] | None = None,
+) -> ReplayResult:
+    """Replay every request of a workload, in order.
+
+    Args:
+      workload: the requests.
+      capacity_pages: pages of the pool; 0 means one for every page of the workload.
+      batch: requests a device call; it changes speed only.
+      measure_from: fraction of the requests that only warm the cache.
+      on_progress: called after each device call.
+
+    Returns:
+      A `ReplayResult`.
+
+    Raises:
+      ValueError: `capacity_pages` or `batch` is out of range.
+      RuntimeError: the cache met trouble that a replay should never meet.
+    """
+    lengths = np.diff(workload.page_offsets).astype(np.int32)
+    if capacity_pages < 0 or batch < 1:
+        raise ValueError(
+            f"capacity_pages={capacity_pages}, batch={batch}; wanted a capacity of at "
+            "least 0 (0 is enough for everything) and a batch of at least 1."
+        )
+    widths = _widths(int(lengths.max(initial=1)))
+    config = CacheConfig(
+        page_size=workload.page_size,
+        num_pages=capacity_pages or max(int(lengths.sum()), 1),
+        max_prefix_pages=widths[-1],
+        max_live_receipts=1,
+    )
+    tokens = _padded_tokens(workload, widths[-1])
+    chunks = _chunks(workload, lengths, batch)
+    run = jax.jit(functools.partial(_replay_chunk, widths=widths), donate_argnums=0)
+    started = time.perf_counter()
+    nothing = jax.tree.map(np.zeros_like, chunks[0]) if chunks else None
+    if nothing is not None:  # requests of no pages: compiles and changes nothing
+        jax.block_until_ready(run(init(config), tokens, nothing))
+    compile_s = time.perf_counter() - started
+
+    cache, outcomes, clock = jax.block_until_ready(init(config)), [], 0
+    started = time.perf_counter()
+    for number, chunk in enumerate(chunks):
+        ticks = batch * 2 * (widths[-1] + 1)
+        if clock + ticks >= CLOCK_LIMIT:
+            cache, clock = compact_clock(cache), config.num_nodes + 1
+        clock += ticks
+        cache, outcome = run(cache, tokens, chunk)
+        outcomes.append(outcome)
+        if on_progress is not None:
+            done = min((number + 1) * batch, workload.num_requests)
+            hits = np.asarray(outcome)[: done - number * batch, 0]
+            on_progress(ReplayProgress(done=done, hit_pages=hits))
+    jax.block_until_ready(cache)
+    wall_s = time.perf_counter() - started
+
+    _check(cache)
+    rows = np.concatenate([np.zeros((0, 3), np.int32), *map(np.asarray, outcomes)])
+    rows = rows[: workload.num_requests]
+    measured = rows[workload.first_measured(measure_from) :]
+    return ReplayResult(
+        hit_pages=rows[:, 0],
+        evicted_pages=int(measured[:, 1].sum(dtype=np.int64)),
+        inserted_pages=int(measured[:, 2].sum(dtype=np.int64)),
+        wall_s=wall_s,
+        compile_s=compile_s,
+        cache=cache,
+    )
+
+
+def _widths(longest: int) -> tuple[int, ...]:
+    """Static page counts to compile, shortest first."""
+    widths = [max(-(-longest // 8) * 8, 8)]
+    while len(widths) < _MAX_LENGTHS and widths[0] // _LENGTH_STEP >= _SHORTEST:
+        widths.insert(0, -(-widths[0] // _LENGTH_STEP))
+    return tuple(widths)
+
+
+def _padded_tokens(workload: Workload, width: int):
+    """All key tokens on the device, with room to slice past the end."""
+    room = np.zeros(width * workload.page_size, np.int32)
+    return jnp.asarray(np.concatenate([workload.keys, room]))
+
+
+def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
+    """The requests in chunks of `batch`, the last filled with empty requests."""
+    count = workload.num_requests
+    total = -(-count // batch) * batch
+    namespaces = workload.namespaces
+    if namespaces is None:
+        namespaces = np.broadcast_to(NO_NAMESPACE, (count, 4))
+    rows = _Requests(workload.offsets[:-1].astype(np.int32), lengths, namespaces)
+    rows = [
+        np.concatenate([x, np.zeros((total - count, *x.shape[1:]), x.dtype)])
+        for x in rows
+    ]
+    return [
+        _Requests(*(x[i : i + batch] for x in rows)) for i in range(0, total, batch)
+    ]
+
+
+def _replay_chunk(cache: CacheState, tokens, chunk: _Requests, *, widths):
+    """Scan the step over a chunk; returns the cache and [requests, 3] outcomes."""
+    steps = [functools.partial(_replay_one, tokens=tokens, width=w) for w in widths]
+
+    def step(cache, request):
+        limits = jnp.array(widths[:-1], jnp.int32)
+        which = jnp.sum(request.num_pages > limits, dtype=jnp.int32)
+        return jax.lax.switch(which, steps, cache, request)
+
+    return jax.lax.scan(step, cache, chunk)
+
+
+def _replay_one(cache: CacheState, request: _Requests, *, tokens, width: int):
+    """One request of at most `width` pages: its outcome is hit, evicted, inserted."""
+    size = cache.config.page_size
+    ids = jax.lax.dynamic_slice(tokens, (request.start,), (width * size,))
+    key = RadixKey(
+        token_ids=ids,
+        length=request.num_pages * size,
+        namespace=request.namespace,
+        is_truncated=jnp.zeros((), bool),
+    )
+    cache, match = match_prefix(cache, MatchPrefixParams(key=key))
+    cache, receipt = inc_lock_ref(cache, match)
+    hit = match.hit_length // size
+    num_free = cache.num_free[0]
+    most = min(width, cache.config.num_pages)
+    cache, alloc = alloc_pages(
+        cache, request.num_pages - hit, max_new=most, partial=True
+    )
+    pages = page_table(match, alloc)
+    held = hit + alloc.count
+    params = InsertParams(
+        key=RadixKey(ids, held * size, key.namespace, key.is_truncated),
+        value=pages,
+        prev_prefix_len=match.hit_length,
+    )
+    cache, result = insert(cache, params)
+    cache, _ = dec_lock_ref(cache, receipt)
+    # What the tree did not take goes back; that is nothing unless a bucket was full.
+    kept = result.inserted_len // size
+    page = jnp.arange(width, dtype=jnp.int32)
+    cache = free_pages(cache, jnp.where((page >= kept) & (page < held), pages, 0))
+    evicted = jnp.maximum(alloc.count - num_free, 0)
+    return cache, jnp.stack([hit, evicted, kept - hit])
+
+
+def _check(cache: CacheState) -> None:
+    trouble = describe(np.asarray(cache.status) & ~int(_HARMLESS))
+    if trouble:
+        raise RuntimeError("The replay met trouble.\n  " + "\n  ".join(trouble))
