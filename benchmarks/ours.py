@@ -1,7 +1,6 @@
 """`uhrc_fn` as the benchmarks drive it: a filled cache and prepared arguments."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,12 +48,15 @@ def filled(config: uhrc_fn.CacheConfig, tokens: np.ndarray) -> uhrc_fn.CacheStat
     """Build a cache that holds the keys of `tokens` [keys, tokens]."""
     cache = uhrc_fn.init(config)
     pages = tokens.shape[1] // config.page_size
-    batch = math.gcd(len(tokens), max(1, _FILL_PAGES // pages))
+    most = max(1, _FILL_PAGES // pages)
+    batch = max(n for n in range(1, most + 1) if len(tokens) % n == 0)
     for start in range(0, len(tokens), batch):
         cache, ids = allocated(cache, batch * pages)
         key = key_of(tokens[start : start + batch], config)
         params = insert_params(key, ids.reshape(batch, pages))
-        cache, _ = uhrc_fn.jitted.insert_batch(cache, params)
+        cache, result = uhrc_fn.jitted.insert_batch(cache, params)
+        duplicates = np.where(result.duplicate()[..., 0], params.value, 0)
+        cache = uhrc_fn.jitted.free_pages(cache, duplicates.ravel())
     uhrc_fn.raise_if_bad(cache)
     return cache
 

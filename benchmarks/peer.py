@@ -95,6 +95,7 @@ class Peer:
             )
         self.tree = tree.UnifiedRadixCache(None, self.allocator, page_size=page_size)
         self.page_size = page_size
+        self._holds_frees = False
         self._key = tree.RadixKey
         self._match = tree.MatchPrefixParams
         self._insert = tree.InsertParams
@@ -121,17 +122,27 @@ class Peer:
         self.tree.dec_lock_ref(match.last_device_node, receipt.to_dec_params())
 
     def evict(self, num_pages: int) -> int:
-        """Evict at least `num_pages`, in whole nodes; returns the tokens freed."""
+        """Evict at least `num_pages`, in whole nodes; returns the tokens freed.
+
+        The allocator checks its whole free list on each `free`, so what one call
+        evicts is freed together, by the allocator's own means for that.
+        """
         params = self._evict(num_tokens=num_pages * self.page_size)
-        return self.tree.evict(params).num_tokens_evicted
+        if self._holds_frees:
+            return self.tree.evict(params).num_tokens_evicted
+        self.allocator.free_group_begin()
+        evicted = self.tree.evict(params).num_tokens_evicted
+        self.allocator.free_group_end()
+        return evicted
+
+    def hold_frees(self) -> None:
+        """From now on only note what is freed: times the tree without the allocator."""
+        self._holds_frees = True
+        self.allocator.free_group_begin()
 
     def alloc(self, num_pages: int) -> np.ndarray | None:
         """Take the slots of some pages, or None where there are not enough."""
         return self.allocator.alloc(num_pages * self.page_size)
-
-    def free(self, slots: np.ndarray) -> None:
-        """Give the slots of whole pages back."""
-        self.allocator.free(slots)
 
     def num_free(self) -> int:
         """Count the free pages."""
