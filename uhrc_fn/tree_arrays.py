@@ -152,6 +152,15 @@ def fence(reads, *arrays):
     return reads, *arrays
 
 
+def settle(cache, result):
+    """Close an operation: what follows reads and writes only after it.
+
+    Without it, a read of one operation may be moved behind a write of the next one,
+    for which XLA keeps a copy of the whole array.
+    """
+    return jax.lax.optimization_barrier((cache, result))
+
+
 def probe(table, bucket, fingerprint):
     """Find `fingerprint` in `bucket` and report what the bucket holds.
 

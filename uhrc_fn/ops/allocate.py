@@ -10,7 +10,7 @@ from ..config import ComponentType
 from ..params import AllocResult, MatchResult
 from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
-from ..tree_arrays import fence
+from ..tree_arrays import fence, settle
 from .claim import claim
 from .evict import evict_full
 from .path import first, page_index
@@ -98,7 +98,8 @@ def alloc_pages_batch(
         **free_lists.taken(cache.counters, config, ring, total),
     )
     cache = dataclasses.replace(cache, owner=owner, counters=counters)
-    return cache, AllocResult(ids, jnp.stack([given, ok.astype(jnp.int32)], -1))
+    scalars = jnp.stack([given, ok.astype(jnp.int32)], -1)
+    return settle(cache, AllocResult(ids, scalars))
 
 
 def _static_count(num_new) -> int:
@@ -164,7 +165,10 @@ def free_pages(cache: CacheState, ids) -> CacheState:
         | flag(is_id & (owner_of == Owner.TREE), Status.FREED_TREE_PAGE)
     )
     counters = bump(cache.counters, status=status, **free_lists.given(Ring.FULL, count))
-    return dataclasses.replace(cache, owner=owner, free_ids=free_ids, counters=counters)
+    cache = dataclasses.replace(
+        cache, owner=owner, free_ids=free_ids, counters=counters
+    )
+    return settle(cache, ())[0]
 
 
 def page_table(match: MatchResult, alloc: AllocResult):

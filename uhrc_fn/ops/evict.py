@@ -41,6 +41,7 @@ from ..tree_arrays import (
     entry_index,
     fence,
     put,
+    settle,
     take,
 )
 
@@ -223,7 +224,7 @@ def _remove(cache: CacheState, nodes):
     cache = dataclasses.replace(
         cache, tree=tree, owner=owner, free_ids=free_ids, counters=counters
     )
-    return cache, count
+    return settle(cache, count)
 
 
 def _remove_many(cache: CacheState, need):

@@ -34,6 +34,7 @@ from ..tree_arrays import (
     entry_index,
     fence,
     put,
+    settle,
     take,
 )
 from .claim import claim
@@ -327,4 +328,6 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
             -1,
         ),
     )
-    return dataclasses.replace(cache, tree=tree, counters=counters), result, num_done
+    cache = dataclasses.replace(cache, tree=tree, counters=counters)
+    cache, (result, num_done) = settle(cache, (result, num_done))
+    return cache, result, num_done

@@ -24,7 +24,7 @@ from ..state import (
     flag,
 )
 from ..status import Status
-from ..tree_arrays import GENERATION, NULL, PARENT, ROOT, fence, put, take
+from ..tree_arrays import GENERATION, NULL, PARENT, ROOT, fence, put, settle, take
 from .claim import first_touch
 from .path import first, one, page_index
 
@@ -86,7 +86,7 @@ def inc_lock_ref_batch(
     anchor = jnp.where(granted, anchor, ROOT)
     row = jnp.maximum(row, 0)
     scalars = jnp.stack([serial, row, anchor, held, num_pages, delta], -1)
-    return cache, IncLockRefResult(path=path, scalars=scalars)
+    return settle(cache, IncLockRefResult(path=path, scalars=scalars))
 
 
 def dec_lock_ref(
@@ -151,7 +151,8 @@ def dec_lock_ref_batch(
         cache, tree=tree, ledger=ledger, free_ids=free_ids, counters=counters
     )
     delta = moved[:, 0] * config.page_size
-    return cache, DecLockRefResult(jnp.stack([live.astype(jnp.int32), delta], -1))
+    scalars = jnp.stack([live.astype(jnp.int32), delta], -1)
+    return settle(cache, DecLockRefResult(scalars))
 
 
 def _ledger_rows(row):

@@ -13,7 +13,7 @@ from ..config import CLOCK_LIMIT, NUM_COMPONENTS, ComponentType
 from ..params import MatchPrefixParams, MatchResult, RadixKey
 from ..state import CacheState, bump, flag
 from ..status import Status
-from ..tree_arrays import GENERATION, NULL, ROOT, fence, take
+from ..tree_arrays import GENERATION, NULL, ROOT, fence, settle, take
 from .path import check_key, first, one, page_index, propose, verified_run
 
 
@@ -57,7 +57,8 @@ def match_prefix_batch(
         cache.clock + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH
     )
     counters = bump(counters, clock=elapsed, status=status)
-    return dataclasses.replace(cache, tree=tree, counters=counters), result
+    cache = dataclasses.replace(cache, tree=tree, counters=counters)
+    return settle(cache, result)
 
 
 def peek_prefix_len(cache: CacheState, key: RadixKey) -> MatchResult:

@@ -24,6 +24,7 @@ from ..ops.match import match_prefix
 from ..params import NO_NAMESPACE, InsertParams, MatchPrefixParams, RadixKey
 from ..state import CacheState, init
 from ..status import Status, describe
+from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
 from .workload import Workload
 
@@ -77,7 +78,7 @@ def replay(
     widths = _widths(int(lengths.max(initial=1)))
     config = CacheConfig(
         page_size=workload.page_size,
-        num_pages=capacity_pages or max(int(lengths.sum()), 1),
+        num_pages=capacity_pages or max(prefix_nodes(workload).num_nodes, 1),
         max_prefix_pages=widths[-1],
         max_live_receipts=1,
     )
