@@ -22,6 +22,11 @@ donate the cache. `uhrc_fn.jitted` has the jitted twins with the cache donated.
 from . import jitted as jitted
 from .config import CacheConfig as CacheConfig
 from .config import ComponentType as ComponentType
+from .debug import InvariantError as InvariantError
+from .debug import check_invariants as check_invariants
+from .debug import draw_tree as draw_tree
+from .debug import to_pydict as to_pydict
+from .debug import tree_string as tree_string
 from .keys import namespace as namespace
 from .keys import radix_key as radix_key
 from .keys import stack_keys as stack_keys
