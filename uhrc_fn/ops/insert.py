@@ -273,11 +273,14 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
     kept_row = jnp.where(kept, row, NULL)
     table = put(table, kept_row, column, pages.fingerprint)
 
-    depth = jnp.broadcast_to(page + 1, target.shape)
+    # What does not stand stays free, so it must not keep the parent written to it.
+    led = jnp.where(plan.leads, plan.node, nodes + plan.turn)
+    depth = jnp.broadcast_to(page + 1, led.shape)
+    record = jnp.stack([_shift(plan.node), depth, plan.claimed])
     topology = put(
         tree.topology,
-        *at_rows([DEPTH, NUM_CHILDREN, TABLE_SLOT], target),
-        jnp.stack([depth, jnp.zeros_like(depth), plan.claimed]),
+        *at_rows([PARENT, DEPTH, TABLE_SLOT], led),
+        jnp.where(kept, record, NULL),
     )
     parent = jnp.where(kept, _shift(plan.node), nodes)
     topology = topology.at[
