@@ -5,6 +5,7 @@ things share arrays: the five free lists are rings in one vector, the three owne
 tables another, and every scalar lives in `counters` under a name.
 """
 
+import dataclasses
 import enum
 
 import equinox as eqx
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from .config import CacheConfig, ComponentType
-from .tree_arrays import TreeArrays, init_tree
+from .tree_arrays import GENERATION, TreeArrays, init_tree
 
 
 class Owner(enum.IntEnum):
@@ -191,10 +192,18 @@ def init(config: CacheConfig) -> CacheState:
 
 
 def reset(cache: CacheState) -> CacheState:
-    """Forget everything, locks included; the same buffers when donated."""
+    """Forget everything, locks included; the same buffers when donated.
+
+    Generations and serials go on, so that older matches and receipts are stale.
+    """
     fresh = init(cache.config)
     # Depend on the old arrays, so that donation can reuse their memory.
-    return jax.tree.map(lambda old, new: jnp.broadcast_to(new, old.shape), cache, fresh)
+    fresh = jax.tree.map(lambda x, new: jnp.broadcast_to(new, x.shape), cache, fresh)
+    topology = fresh.tree.topology.at[GENERATION].set(cache.tree.generation)
+    serial = cache.counters[Counter.NEXT_SERIAL]
+    counters = fresh.counters.at[int(Counter.NEXT_SERIAL)].set(serial)
+    tree = dataclasses.replace(fresh.tree, topology=topology)
+    return dataclasses.replace(fresh, tree=tree, counters=counters)
 
 
 def bump(counters, **changes):
