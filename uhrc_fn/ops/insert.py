@@ -88,6 +88,8 @@ def insert_batch(
     _check(cache.config, params)
     params = jax.tree.map(jnp.asarray, params)
     num_requests = params.value.shape[0]
+    prev = jnp.broadcast_to(params.prev_prefix_len, (num_requests,))
+    params = dataclasses.replace(params, prev_prefix_len=prev)
     if num_requests == 1:
         cache, result, _ = _insert_together(cache, params)
         return cache, result
