@@ -1,5 +1,6 @@
 """The host trees that `ops.py` compares with, behind one small interface."""
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,36 @@ def peer_maker(path: Path) -> MakeTree:
     return lambda page_size, num_pages: peer.Peer(module, page_size, num_pages)
 
 
-def oracle_maker() -> MakeTree | None:
-    """Trees of the plain-Python oracle of the tests; None where it is not there."""
-    return None
+class OracleTree:
+    """The plain-Python oracle of the tests; its keys are cut into pages beforehand."""
+
+    def __init__(self, oracle: Any, page_size: int, num_pages: int) -> None:
+        self.tree = oracle.Oracle(page_size, num_pages, max_live_receipts=1024)
+        self.key = self.tree.key
+        self.match = self.tree.match
+        self.lock = self.tree.lock
+        self.alloc = self.tree.alloc
+        self._page_size = page_size
+
+    def insert(self, key: Any, value: Any) -> Any:
+        """Insert whole pages by id."""
+        pages = value if isinstance(value, list) else value.tolist()
+        return self.tree.insert(key, pages)
+
+    def unlock(self, _match: Any, receipt: Any) -> bool:
+        """Undo one `lock`."""
+        return self.tree.unlock(receipt)
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Evict `num_pages`."""
+        return self.tree.evict(num_pages * self._page_size)
+
+    def hold_frees(self) -> None:
+        """Do nothing: its free list is cheap."""
+
+
+def oracle_maker() -> MakeTree:
+    """Trees of the oracle."""
+    sys.path.append(str(ROOT / "tests"))
+    oracle = importlib.import_module("oracle")
+    return lambda page_size, num_pages: OracleTree(oracle, page_size, num_pages)
