@@ -10,12 +10,11 @@ component is one more lane in `Edge` (split and cut come with it), a pool of its
 and its rules in `match`, `insert`, `evict` and `lock`.
 """
 
-import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 
-from oracle_tree import FREE, REQUEST, TREE, Edge, Key, Lane, Pool
+from oracle_tree import FREE, REQUEST, TREE, Edge, Key, Lane, Pool, VictimQueue
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,7 @@ class Oracle:
         self._ledger: dict[int, tuple[Edge, int]] = {}  # serial -> anchor, its depth
         self._next_serial = 1
         self._num_evictable = self._num_protected = 0
-        # (stamp, edge): one entry for each childless edge whose last page is unlocked,
-        # under a stamp that this page or one below it had. Stamps only grow, so the
-        # entry is never too late; `evict` corrects it. No stamp is given out twice.
-        self._queue: list[tuple[int, Edge]] = []
+        self._queue = VictimQueue()
 
     # Sizes, in tokens.
 
@@ -184,7 +180,7 @@ class Oracle:
         if adopted:
             edge = self._attach(edge, old, key[old:end], adopted)
         self._refresh(edge, end, bound)
-        self._enqueue(edge)
+        self._queue.add(edge)
         duplicates = [
             mine
             for mine, theirs in zip(pages[prev:old], held[prev:], strict=True)
@@ -228,46 +224,14 @@ class Oracle:
         """Free at least so many tokens, or what is unlocked; the victims in order."""
         if num_tokens < 0:
             self.status.add("BAD_LENGTH")
-        victims: list[int] = []
-        self._evict(-(-num_tokens // self.page_size), victims)
+        return self._evict(-(-num_tokens // self.page_size))
+
+    def _evict(self, count: int) -> list[int]:
+        victims = self._queue.take(count)
+        for page in victims:
+            self.pool.give(page)
+        self._num_evictable -= len(victims)
         return victims
-
-    def _evict(self, count: int, victims: list[int]) -> None:
-        newest = -1
-        while len(victims) < count and self._queue:
-            stamp, edge = heapq.heappop(self._queue)
-            edge.is_queued = False
-            lane = edge.full
-            if not edge.children and lane.stamps[-1] == stamp:
-                head = edge.tokens[0]
-                # No other page can be older than what the queue says next.
-                until = self._queue[0][0] if self._queue else self.clock
-                while (
-                    lane.values
-                    and len(victims) < count
-                    and not lane.locks[-1]
-                    and lane.stamps[-1] < until
-                ):
-                    # Lowest stamps first, and children before their parents.
-                    assert lane.stamps[-1] > newest
-                    newest = lane.stamps[-1]
-                    edge.tokens.pop()
-                    victims.append(lane.pop())
-                    self.pool.give(victims[-1])
-                    self._num_evictable -= 1
-                if not lane.values:
-                    assert edge.parent is not None
-                    del edge.parent.children[head]
-                    edge = edge.parent
-            self._enqueue(edge)
-
-    def _enqueue(self, edge: Edge) -> None:
-        """Queue an edge if its last page could go next."""
-        lane = edge.full
-        if edge.is_queued or edge.children or not lane.values or lane.locks[-1]:
-            return
-        edge.is_queued = True
-        heapq.heappush(self._queue, (lane.stamps[-1], edge))
 
     # Locks.
 
@@ -307,7 +271,7 @@ class Oracle:
             return False
         edge, depth = self._ledger.pop(receipt.serial)
         self._add_locks(edge, depth, -1)
-        self._enqueue(edge.locate(depth))
+        self._queue.add(edge.locate(depth))
         return True
 
     def _add_locks(self, edge: Edge, depth: int, step: int) -> None:
@@ -335,7 +299,7 @@ class Oracle:
             self.status.add("PAGES_EXHAUSTED")
             return []
         count = min(count, room)
-        self._evict(count - len(self.pool.free), [])
+        self._evict(count - len(self.pool.free))
         return self.pool.take(count)
 
     def free(self, pages: Sequence[int]) -> None:
@@ -405,8 +369,7 @@ class Oracle:
         assert self._num_evictable == unlocked
         assert self._num_protected == len(in_tree) - unlocked
         assert len(self._ledger) <= self.max_live_receipts
-        assert sum(edge.is_queued for edge in edges) == len(self._queue)
-        assert all(edge.full.stamps[-1] >= stamp for stamp, edge in self._queue)
+        self._queue.check(edges)
 
 
 def _bound(key: Key, bound: int | None) -> int:

@@ -1,5 +1,7 @@
-"""What the oracle is built of: lanes, edges of a path-compressed tree, page pools."""
+"""What the oracle is built of: edges of a path-compressed tree, victims, pools."""
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
@@ -35,6 +37,10 @@ class Lane:
         upper = Lane(self.values[:at], self.stamps[:at], self.locks[:at])
         del self.values[:at], self.stamps[:at], self.locks[:at]
         return upper
+
+    def is_last_older(self, stamp: float) -> bool:
+        """Whether there is a last page, unlocked and older than `stamp`."""
+        return bool(self.values) and not self.locks[-1] and self.stamps[-1] < stamp
 
     def pop(self) -> int:
         """Cut the last page off."""
@@ -129,7 +135,58 @@ class Edge:
         locks = above.full.locks[-1:] + lane.locks
         assert all(a > b for a, b in pairwise(stamps))
         assert all(a >= b for a, b in pairwise(locks)) and locks[-1] >= 0
-        assert self.is_queued or self.children or lane.locks[-1]
+
+
+class VictimQueue:
+    """Edges by the stamp of their last page, for eviction in the order of stamps.
+
+    An edge without children whose last page is unlocked has one entry, under a stamp
+    that this page or one that was below it had. Stamps only grow, so no entry is too
+    late, and `take` corrects those that are early. No stamp is given out twice, so
+    entries never tie.
+    """
+
+    def __init__(self):
+        self._heap: list[tuple[int, Edge]] = []
+
+    def add(self, edge: Edge) -> None:
+        """Queue an edge if its last page could go next."""
+        lane = edge.full
+        if edge.is_queued or edge.children or not lane.values or lane.locks[-1]:
+            return
+        edge.is_queued = True
+        heapq.heappush(self._heap, (lane.stamps[-1], edge))
+
+    def take(self, count: int) -> list[int]:
+        """Remove the `count` oldest unlocked pages from the tree, or what there is."""
+        victims, newest = [], -1
+        while len(victims) < count and self._heap:
+            stamp, edge = heapq.heappop(self._heap)
+            edge.is_queued = False
+            lane = edge.full
+            if not edge.children and lane.stamps[-1] == stamp:
+                # No other page can be older than what the queue says next.
+                until = self._heap[0][0] if self._heap else math.inf
+                head = edge.tokens[0]
+                while len(victims) < count and lane.is_last_older(until):
+                    # Victims go in the order of their stamps, so children first.
+                    assert lane.stamps[-1] > newest
+                    newest = lane.stamps[-1]
+                    edge.tokens.pop()
+                    victims.append(lane.pop())
+                if not lane.values:
+                    assert edge.parent is not None
+                    del edge.parent.children[head]
+                    edge = edge.parent
+            self.add(edge)
+        return victims
+
+    def check(self, edges: list[Edge]) -> None:
+        """Assert that each edge that could go next is queued, none of them late."""
+        assert sum(edge.is_queued for edge in edges) == len(self._heap)
+        assert all(edge.full.stamps[-1] >= stamp for stamp, edge in self._heap)
+        for edge in edges:
+            assert edge.is_queued or edge.children or edge.full.locks[-1]
 
 
 class Pool:
