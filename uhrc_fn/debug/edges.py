@@ -9,6 +9,7 @@ upper one holds no snapshot: then nothing but the page size sets them apart.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class Edge:
         """Whether the last page holds a recurrent snapshot."""
         return self.pages.get("RECURRENT", (None,))[-1] is not None
 
-    def walk(self):
+    def walk(self) -> Iterator["Edge"]:
         """Yield this edge and all below it, parents first."""
-        stack = [self]
+        stack: list[Edge] = [self]
         while stack:
             edge = stack.pop()
             yield edge

@@ -36,7 +36,11 @@ _STRIP = 0.075  # SWA strip at the foot of a box
 _LEADING = 0.125  # between the two lines in a box
 _DIAMOND = 0.07  # half of a snapshot's mark
 _SMALL: dict[str, Any] = {"size": 7.5, "color": INK}
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "uhrc_fn", "hatch.linewidth": 0.5}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "uhrc_fn",
+    "hatch.linewidth": 0.5,
+}
 
 
 class TreeFigure(Figure):
@@ -237,8 +241,12 @@ def _strip_look(is_live: bool) -> dict[str, Any]:
 
 def _legend(axes, c: HostCache, y: float) -> None:
     names = {k.name for k in c.config.components}
-    free = {"facecolor": FREE_FACE, "edgecolor": FREE_EDGE}
-    locked = {"facecolor": LOCKED_FACE, "edgecolor": LOCKED_EDGE, "linewidth": 1.8}
+    free: dict[str, Any] = {"facecolor": FREE_FACE, "edgecolor": FREE_EDGE}
+    locked: dict[str, Any] = {
+        "facecolor": LOCKED_FACE,
+        "edgecolor": LOCKED_EDGE,
+        "linewidth": 1.8,
+    }
     handles: list = [
         Patch(**free, label="free to evict"),
         Patch(**locked, label="locked"),

@@ -9,7 +9,7 @@ import dataclasses
 from .edges import Edge, Namespace
 
 ROOT_WIDTH = 1.5
-MIN_WIDTH, MAX_WIDTH = 0.72, 2.8
+MIN_WIDTH, MAX_WIDTH = 0.92, 2.8
 GAP = 0.42
 MAX_PATH_WIDTH = 11.0
 _ROOMY, _TIGHT = (0.54, 0.4), (0.44, 0.36)  # row and box height
