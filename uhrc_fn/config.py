@@ -25,9 +25,9 @@ ALLOWED_COMPONENTS = (
 
 # A children-table bucket holds this many entries; buckets are sized for a mean
 # load of at most `MEAN_BUCKET_LOAD`, where a bucket of random keys overflows with
-# a probability of about 5e-11.
+# a probability of about 2e-8.
 WAYS = 16
-MEAN_BUCKET_LOAD = 2
+MEAN_BUCKET_LOAD = 3
 BUCKETS_PER_ROW = 4  # four buckets of 16 fingerprints + 16 ids fill 128 words
 
 # Stamps stay far enough below 2^31 that an operation can add its own.

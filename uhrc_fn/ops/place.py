@@ -61,13 +61,14 @@ def _by_pairs(pages: KeyPages, wants, turn, nth_free_slot):
     print_ = pages.fingerprint.reshape(-1)
     asks = wants.reshape(-1)
     order = turn.reshape(-1)
-    same_bucket = (bucket[:, None] == bucket[None]) & asks[None] & asks[:, None]
+    # [other, page]: XLA for CPU vectorises a reduction over the major axis.
+    same_bucket = (bucket[:, None] == bucket[None]) & asks[:, None]
     equal = same_bucket & (print_[:, None] == print_[None])
     most = jnp.int32(order.shape[0])
-    leader = jnp.min(jnp.where(equal, order[None], most), axis=1)
+    leader = jnp.min(jnp.where(equal, order[:, None], most), axis=0)
     leads = asks & (leader == order)
-    earlier = same_bucket & leads[None] & (order[None] < order[:, None])
-    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    earlier = same_bucket & leads[:, None] & (order[:, None] < order[None])
+    rank = jnp.sum(earlier, axis=0, dtype=jnp.int32)
     leads = leads.reshape(wants.shape)
     claimed = nth_free_slot(rank.reshape(wants.shape), leads)
     found = (
