@@ -161,11 +161,12 @@ class VictimQueue:
         """Remove the `count` oldest unlocked pages from the tree, or what there is."""
         victims, newest = [], -1
         while len(victims) < count and self._heap:
-            stamp, edge = heapq.heappop(self._heap)
+            _, edge = heapq.heappop(self._heap)
             edge.is_queued = False
             lane = edge.full
-            if not edge.children and lane.stamps[-1] == stamp:
-                # No other page can be older than what the queue says next.
+            if not edge.children:
+                # No other page can be older than what the queue says next. Where the
+                # entry was early, this one may be newer, and goes back.
                 until = self._heap[0][0] if self._heap else math.inf
                 head = edge.tokens[0]
                 while len(victims) < count and lane.is_last_older(until):
