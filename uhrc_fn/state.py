@@ -209,24 +209,23 @@ def reset(cache: CacheState) -> CacheState:
 def bump(counters, **changes):
     """Add to counters by name; ``status`` bits are OR-ed instead.
 
-    A value is a scalar, or a vector for `RING_HEAD`, `EVICTABLE` and the like; a
-    ``name__k`` keyword adds to entry k of such a vector.
+    A value is a scalar, or a vector for `EVICTABLE` and the like; a ``name__k``
+    keyword adds to entry k of such a vector. All of it is one elementwise step.
     """
     status = changes.pop("status", None)
-    places, values = [], []
+    place = jnp.arange(_NUM_COUNTERS, dtype=jnp.int32)
+    result = counters
     for name, value in changes.items():
         name, _, entry = name.partition("__")
         start = Counter[name.upper()] + (int(entry) if entry else 0)
-        value = jnp.atleast_1d(jnp.asarray(value, jnp.int32))
-        places.extend(range(start, start + value.shape[0]))
-        values.append(value)
-    if values:
-        counters = counters.at[np.array(places)].add(jnp.concatenate(values))
+        value = jnp.asarray(value, jnp.int32)
+        for k in range(value.size):
+            change = value if value.ndim == 0 else value[k]
+            result = result + jnp.where(place == start + k, change, 0)
     if status is not None:
-        counters = counters.at[int(Counter.STATUS)].set(
-            counters[int(Counter.STATUS)] | status
-        )
-    return counters
+        bits = jnp.where(place == int(Counter.STATUS), status, 0)
+        result = result | bits
+    return result
 
 
 def flag(condition, bit):

@@ -2,18 +2,19 @@
 
 Axes, once and for all:
 
-- ``nodes``: usable nodes + 1. Row 0 is the root; it holds no page.
+- ``nodes``: usable nodes + 1. Node 0 is the root; it holds no page.
 - ``page``: tokens of one page. One node holds exactly one page.
 - ``rows``: rows of the children table, each four buckets of 16 fingerprints followed
   by 16 node ids, 128 words in all (see `probe`).
 
-Nothing here knows a pool, or a component by name: `component_data` has one row a
-component, in the order of `ComponentType`.
+Nothing here knows a pool, or a component by name: values, locks and stamps have one
+row a component, in the order of `ComponentType`.
 """
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32
 
 from .config import (
@@ -26,74 +27,82 @@ from .config import (
 NULL = -1
 ROOT = 0
 
-# Rows of `topology`.
+# Fields of a node, in the order in which `TreeArrays.fields` holds them. The last nine
+# come in threes, one a component.
 PARENT, DEPTH, NUM_CHILDREN, GENERATION, TABLE_SLOT, NAMESPACE = range(6)
 NAMESPACE_WORDS = 4
-_TOPOLOGY_ROWS = NAMESPACE + NAMESPACE_WORDS
-
-# Rows of `component_data` come in three groups, one row a component in each.
-VALUE, LOCK_REF, LAST_ACCESS = 0, NUM_COMPONENTS, 2 * NUM_COMPONENTS
+VALUE = NAMESPACE + NAMESPACE_WORDS
+LOCK_REF = VALUE + NUM_COMPONENTS
+LAST_ACCESS = LOCK_REF + NUM_COMPONENTS
+NUM_FIELDS = LAST_ACCESS + NUM_COMPONENTS
 
 _BUCKET_WORDS = 2 * WAYS
 _ROW_WORDS = BUCKETS_PER_ROW * _BUCKET_WORDS
 
 
 class TreeArrays(eqx.Module):
-    """Nodes, their keys and the table that proposes children; row 0 is the root."""
+    """Nodes, their keys and the table that proposes children; node 0 is the root."""
 
-    topology: Int32[Array, " 10 nodes"]
-    """Parent, depth, children, generation, table slot and namespace of each node."""
-    component_data: Int32[Array, " 9 nodes"]
-    """Value, lock_ref and last_access, three components each."""
+    fields: Int32[Array, " fields*nodes"]
+    """All fields of all nodes, field by field; read them under their names below.
+
+    One flat vector: gathers and scatters of several fields are then one operation
+    with one index each, on every backend.
+    """
     tokens: Int32[Array, " nodes page"]
     """The page's token ids: the exact key."""
     table: Int32[Array, " rows 128"]
     """Fingerprints and node ids by bucket; a node id of `NULL` is a free entry."""
 
     @property
+    def by_field(self) -> Int32[Array, " fields nodes"]:
+        """`fields` with one row a field."""
+        return self.fields.reshape(*self.fields.shape[:-1], NUM_FIELDS, -1)
+
+    @property
     def parent(self) -> Int32[Array, " nodes"]:
         """Parent node; the root's is the root, a free node's is `NULL`."""
-        return self.topology[..., PARENT, :]
+        return self.by_field[..., PARENT, :]
 
     @property
     def depth(self) -> Int32[Array, " nodes"]:
         """Pages from the root to the end of a node."""
-        return self.topology[..., DEPTH, :]
+        return self.by_field[..., DEPTH, :]
 
     @property
     def num_children(self) -> Int32[Array, " nodes"]:
         """Live children; 0 on a leaf."""
-        return self.topology[..., NUM_CHILDREN, :]
+        return self.by_field[..., NUM_CHILDREN, :]
 
     @property
     def generation(self) -> Int32[Array, " nodes"]:
         """How often a node id has been used; tells a reused id from the old one."""
-        return self.topology[..., GENERATION, :]
+        return self.by_field[..., GENERATION, :]
 
     @property
     def table_slot(self) -> Int32[Array, " nodes"]:
         """Where the table names a node: bucket * 16 + way."""
-        return self.topology[..., TABLE_SLOT, :]
+        return self.by_field[..., TABLE_SLOT, :]
 
     @property
     def namespace(self) -> Int32[Array, " nodes 4"]:
         """16 bytes that keep tenants and adapters apart."""
-        return jnp.swapaxes(self.topology[..., NAMESPACE:, :], -1, -2)
+        return jnp.swapaxes(self.by_field[..., NAMESPACE:VALUE, :], -1, -2)
 
     @property
     def value(self) -> Int32[Array, " 3 nodes"]:
         """FULL page, SWA page, RECURRENT slot; `NULL` is a tombstone."""
-        return self.component_data[..., VALUE:LOCK_REF, :]
+        return self.by_field[..., VALUE:LOCK_REF, :]
 
     @property
     def lock_ref(self) -> Int32[Array, " 3 nodes"]:
         """References by component."""
-        return self.component_data[..., LOCK_REF:LAST_ACCESS, :]
+        return self.by_field[..., LOCK_REF:LAST_ACCESS, :]
 
     @property
     def last_access(self) -> Int32[Array, " 3 nodes"]:
         """Stamp of the last refresh by component; `NULL` where never stamped."""
-        return self.component_data[..., LAST_ACCESS:, :]
+        return self.by_field[..., LAST_ACCESS:, :]
 
     @property
     def host_value(self) -> Int32[Array, " 3 nodes"]:
@@ -108,38 +117,54 @@ class TreeArrays(eqx.Module):
 
 def init_tree(config: CacheConfig) -> TreeArrays:
     """Build the arrays of an empty tree: the root alone."""
-    nodes = config.num_nodes + 1  # type: ignore[operator]
-    topology = jnp.zeros((_TOPOLOGY_ROWS, nodes), jnp.int32)
-    topology = topology.at[PARENT, 1:].set(NULL).at[DEPTH, 1:].set(NULL)
-    topology = topology.at[TABLE_SLOT].set(NULL)
-    component_data = jnp.full((3 * NUM_COMPONENTS, nodes), NULL, jnp.int32)
-    component_data = component_data.at[LOCK_REF:LAST_ACCESS].set(0)
+    nodes = config.num_nodes + 1
+    fields = np.full((NUM_FIELDS, nodes), NULL, np.int32)
+    fields[[NUM_CHILDREN, GENERATION]] = 0
+    fields[NAMESPACE:VALUE] = 0
+    fields[LOCK_REF:LAST_ACCESS] = 0
+    fields[[PARENT, DEPTH], ROOT] = ROOT
     rows = config.num_buckets // BUCKETS_PER_ROW
     return TreeArrays(
-        topology=topology,
-        component_data=component_data,
+        fields=jnp.asarray(fields.reshape(-1)),
         tokens=jnp.zeros((nodes, config.page_size), jnp.int32),
         table=jnp.full((rows, _ROW_WORDS), NULL, jnp.int32),
     )
 
 
-def take(array, row, index):
-    """Read ``array[row, index]``; every index must be a real one (clip first)."""
-    # A two-dimensional gather: slicing the row first would copy it whole.
-    return array.at[row, index].get(mode="promise_in_bounds")
+def num_rows(fields) -> int:
+    """Nodes that `fields` has room for, the root included."""
+    return fields.shape[0] // NUM_FIELDS
 
 
-def put(array, row, index, value, **kwargs):
-    """Write ``array[row, index]``; `NULL` and anything out of range is dropped."""
-    return array.at[row, index].set(
-        value, mode="drop", wrap_negative_indices=False, **kwargs
-    )
+def row_of(fields, field: int):
+    """All nodes' values of one field."""
+    start = field * num_rows(fields)
+    return jax.lax.slice(fields, (start,), (start + num_rows(fields),))
 
 
-def at_rows(rows, index):
-    """Pair every entry of `index` with each of `rows`, on a new leading axis."""
-    rows = jnp.asarray(rows, jnp.int32)
-    return jnp.expand_dims(rows, tuple(range(1, index.ndim + 1))), index[None]
+def place_of(fields, field, node):
+    """Where `field` of `node` lies in `fields`; past the end for no such node."""
+    nodes = num_rows(fields)
+    is_node = (node >= 0) & (node < nodes)
+    return jnp.where(is_node, field * nodes + node, fields.shape[0])
+
+
+def take(fields, field, node):
+    """Read `field` of `node`; every node must be a real one (clip first)."""
+    place = field * num_rows(fields) + node
+    return fields.at[place].get(mode="promise_in_bounds")
+
+
+def put(fields, field, node, value):
+    """Write `field` of `node`; `NULL` and anything out of range is dropped."""
+    return fields.at[place_of(fields, field, node)].set(value, mode="drop")
+
+
+def put_many(fields, names, node, values):
+    """Write several fields of each node at once; `values` has one row a name."""
+    places = jnp.stack([place_of(fields, name, node) for name in names])
+    values = jnp.stack([jnp.broadcast_to(v, node.shape) for v in values])
+    return fields.at[places].set(values, mode="drop")
 
 
 def fence(reads, *arrays):
@@ -182,6 +207,25 @@ def probe(table, bucket, fingerprint):
     free = jnp.where(ids == NULL, jnp.left_shift(1, way), 0)
     free = jnp.sum(free, axis=-1, dtype=jnp.int32)
     return node, free
+
+
+def put_entries(table, slot, is_kept, node, fingerprint):
+    """Settle claimed table slots: kept ones name their node, the others are free.
+
+    Args:
+      table: children table.
+      slot: int32 [...], `NULL` for none.
+      is_kept: bool [...].
+      node: int32 [...].
+      fingerprint: int32 [...].
+    """
+    row, column = entry_index(slot)
+    columns = jnp.stack([column, column + WAYS])
+    words = jnp.stack([fingerprint, jnp.where(is_kept, node, NULL)])
+    rows = jnp.where(row < 0, table.shape[0], row)
+    return table.at[jnp.broadcast_to(rows, columns.shape), columns].set(
+        words, mode="drop"
+    )
 
 
 def entry_index(slot):

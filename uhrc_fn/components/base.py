@@ -28,18 +28,18 @@ class Component(abc.ABC):
         self.config = config
 
     @property
-    def value_row(self) -> int:
-        """Row of `component_data` that holds this component's values."""
+    def value_field(self) -> int:
+        """Field of a node that holds this component's value."""
         return VALUE + self.type
 
     @property
-    def lock_row(self) -> int:
-        """Row of `component_data` that counts this component's locks."""
+    def lock_field(self) -> int:
+        """Field of a node that counts this component's locks."""
         return LOCK_REF + self.type
 
     @property
-    def stamp_row(self) -> int:
-        """Row of `component_data` that holds this component's recency."""
+    def stamp_field(self) -> int:
+        """Field of a node that holds this component's recency."""
         return LAST_ACCESS + self.type
 
     @property

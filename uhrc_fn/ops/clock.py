@@ -22,20 +22,20 @@ def compact_clock(cache: CacheState) -> CacheState:
       The cache; every order of eviction is what it was.
     """
     tree = cache.tree
-    data = tree.component_data
-    nodes = data.shape[1]
+    fields = tree.by_field
+    nodes = fields.shape[1]
     for r in component_rules(cache.config):
-        stamp = data[r.stamp_row]
+        stamp = fields[r.stamp_field]
         order = jnp.argsort(stamp, stable=True)
         rank = (
             jnp.zeros((nodes,), jnp.int32)
             .at[order]
             .set(jnp.arange(nodes, dtype=jnp.int32), unique_indices=True)
         )
-        data = data.at[r.stamp_row].set(jnp.where(stamp < 0, stamp, rank))
+        fields = fields.at[r.stamp_field].set(jnp.where(stamp < 0, stamp, rank))
     counters = cache.counters.at[int(Counter.CLOCK)].set(nodes)
     counters = counters.at[int(Counter.PLAN_LIMIT)].set(-1)
     status = counters[Counter.STATUS] & ~int(Status.CLOCK_HIGH)
     counters = counters.at[int(Counter.STATUS)].set(status)
-    tree = dataclasses.replace(tree, component_data=data)
+    tree = dataclasses.replace(tree, fields=fields.reshape(-1))
     return dataclasses.replace(cache, tree=tree, counters=counters)

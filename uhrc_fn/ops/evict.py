@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .. import free_lists
 from ..components import component_rules
-from ..config import WAYS, CacheConfig, ComponentType
+from ..config import CacheConfig, ComponentType
 from ..params import EvictParams, EvictResult
 from ..state import (
     PLAN_NODE,
@@ -37,10 +37,11 @@ from ..tree_arrays import (
     PARENT,
     ROOT,
     TABLE_SLOT,
-    at_rows,
-    entry_index,
     fence,
-    put,
+    place_of,
+    put_entries,
+    put_many,
+    row_of,
     settle,
     take,
 )
@@ -98,11 +99,11 @@ def evict_full(cache: CacheState, need, bound: int):
     return _remove_many(cache, need)
 
 
-def _evictable(tree_data, config: CacheConfig):
+def _evictable(fields, config: CacheConfig):
     """Stamps of the unlocked pages; the largest int32 for everything else."""
     full = component_rules(config)[0]
-    stamp, lock = tree_data[full.stamp_row], tree_data[full.lock_row]
-    candidate = (lock == 0) & (tree_data[full.value_row] != NULL)
+    stamp, lock = row_of(fields, full.stamp_field), row_of(fields, full.lock_field)
+    candidate = (lock == 0) & (row_of(fields, full.value_field) != NULL)
     return jnp.where(candidate, stamp, jnp.iinfo(jnp.int32).max)
 
 
@@ -130,7 +131,7 @@ def _take_planned(cache: CacheState, need, bound: int):
     full = component_rules(config)[0]
     size = config.plan_size
     window = min(size, 2 * bound)
-    data = cache.tree.component_data
+    data = cache.tree.fields
 
     def look(plan, head, limit):
         start = jnp.minimum(head, size - window)
@@ -138,8 +139,8 @@ def _take_planned(cache: CacheState, need, bound: int):
         node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
         safe = jnp.maximum(node, ROOT)
         is_next = start + jnp.arange(window, dtype=jnp.int32) >= head
-        same = take(data, full.stamp_row, safe) == stamp
-        free = take(data, full.lock_row, safe) == 0
+        same = take(data, full.stamp_field, safe) == stamp
+        free = take(data, full.lock_field, safe) == 0
         valid = is_next & (node != NULL) & same & free & (stamp <= limit)
         return start, node, valid
 
@@ -173,7 +174,7 @@ def _take_planned(cache: CacheState, need, bound: int):
     )
     counters = counters.at[int(Counter.PLAN_HEAD)].set(next_head)
     counters = counters.at[int(Counter.PLAN_LIMIT)].set(new_limit)
-    tree = dataclasses.replace(cache.tree, component_data=data)
+    tree = dataclasses.replace(cache.tree, fields=data)
     cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
     return cache, jnp.where(victim, node, NULL)
 
@@ -187,21 +188,20 @@ def _remove(cache: CacheState, nodes):
     config, tree = cache.config, cache.tree
     is_victim = nodes != NULL
     safe = jnp.maximum(nodes, ROOT)
-    slot = jnp.where(is_victim, take(tree.topology, TABLE_SLOT, safe), NULL)
-    parent = jnp.where(is_victim, take(tree.topology, PARENT, safe), NULL)
     full = component_rules(config)[0]
-    page = take(tree.component_data, full.value_row, safe)
-    reads = (slot, parent, page)
-    reads, topology, data = fence(reads, tree.topology, tree.component_data)
-    slot, parent, page = reads
-    row, column = entry_index(slot)
-    table = put(tree.table, row, column + WAYS, NULL)
-    topology = topology.at[NUM_CHILDREN, parent].add(
-        -1, mode="drop", wrap_negative_indices=False
-    )
-    topology = put(topology, *at_rows([PARENT, DEPTH, TABLE_SLOT], nodes), NULL)
-    topology = put(topology, NUM_CHILDREN, nodes, 0)
-    data = put(data, *at_rows([full.value_row, full.stamp_row], nodes), NULL)
+    names = (TABLE_SLOT, PARENT, full.value_field)
+    reads = [take(tree.fields, name, safe) for name in names]
+    reads, fields = fence(reads, tree.fields)
+    slot, parent = (jnp.where(is_victim, x, NULL) for x in reads[:2])
+    page = reads[2]
+    none = jnp.zeros_like(is_victim)
+    table = put_entries(tree.table, slot, none, nodes, nodes)
+    place = place_of(fields, NUM_CHILDREN, parent)
+    fields = fields.at[place].add(-1, mode="drop")
+    names = [PARENT, DEPTH, TABLE_SLOT, full.value_field, full.stamp_field]
+    gone = [NULL] * len(names)
+    # Children of a victim are victims too, so its own count is zero as it should be.
+    fields = put_many(fields, names, nodes, gone)
     place = owner_offset(config, full.type) + page
     owner = cache.owner.at[jnp.where(is_victim, place, cache.owner.shape[0])].set(
         int(Owner.FREE), mode="drop"
@@ -218,9 +218,7 @@ def _remove(cache: CacheState, nodes):
         **free_lists.given(Ring.FULL, count),
         **free_lists.given(Ring.NODES, count),
     )
-    tree = dataclasses.replace(
-        tree, table=table, topology=topology, component_data=data
-    )
+    tree = dataclasses.replace(tree, table=table, fields=fields)
     cache = dataclasses.replace(
         cache, tree=tree, owner=owner, free_ids=free_ids, counters=counters
     )
@@ -229,13 +227,13 @@ def _remove(cache: CacheState, nodes):
 
 def _remove_many(cache: CacheState, need):
     """Remove the `need` oldest unlocked pages at a cost that knows no bound."""
-    data = cache.tree.component_data
+    data = cache.tree.fields
     stamps = _evictable(data, cache.config)
     threshold = _kth_lowest(stamps, need)
     victim = (stamps <= threshold) & (need > 0)
     nodes = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
     nodes, data = fence(nodes, data)
-    tree = dataclasses.replace(cache.tree, component_data=data)
+    tree = dataclasses.replace(cache.tree, fields=data)
     return _remove(dataclasses.replace(cache, tree=tree), nodes)
 
 

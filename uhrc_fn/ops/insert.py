@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .. import free_lists
 from ..components import component_rules
-from ..config import CLOCK_LIMIT, WAYS, CacheConfig, ComponentType
+from ..config import CLOCK_LIMIT, CacheConfig, ComponentType
 from ..params import InsertParams, InsertResult
 from ..state import CacheState, Counter, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
@@ -30,10 +30,10 @@ from ..tree_arrays import (
     ROOT,
     TABLE_SLOT,
     TreeArrays,
-    at_rows,
-    entry_index,
     fence,
-    put,
+    place_of,
+    put_entries,
+    put_many,
     settle,
     take,
 )
@@ -41,13 +41,15 @@ from .claim import claim
 from .match import refresh
 from .path import (
     KeyPages,
+    above,
     check_key,
     first,
     first_false,
+    lane_or,
     one,
     page_index,
     propose,
-    verified_run,
+    verify,
 )
 from .place import place
 
@@ -131,20 +133,27 @@ def _insert_together(cache: CacheState, params: InsertParams):
     Returns:
       ``(cache, result, requests done)``.
     """
-    config, tree = cache.config, cache.tree
-    pages = propose(tree, params.key, config)
-    (pages, counters), table, tokens, topology = fence(
-        (pages, cache.counters), tree.table, tree.tokens, tree.topology
-    )
-    table, plan = _plan(cache, table, pages, counters)
-    tree = dataclasses.replace(tree, table=table, tokens=tokens, topology=topology)
-    tree = _write_keys(tree, plan, pages)
-    cut, owner, kept, facts = _cut(cache, tree, plan, pages, params)
-    cache = dataclasses.replace(cache, tree=tree, owner=owner, counters=counters)
-    return _commit(cache, plan, pages, cut, kept, facts, params)
+    pages = _usable(propose(cache.tree, params.key, cache.config))
+    (pages, counters), tree = fence((pages, cache.counters), cache.tree)
+    cache = dataclasses.replace(cache, tree=tree, counters=counters)
+    table, plan = _plan(cache, pages)
+    tree = _write_keys(dataclasses.replace(tree, table=table), plan, pages)
+    verdict = _judge(cache, tree, plan, pages, params)
+    cache = dataclasses.replace(cache, tree=tree)
+    return _commit(cache, plan, pages, verdict, params)
 
 
-def _plan(cache: CacheState, table, pages: KeyPages, counters):
+def _usable(pages: KeyPages) -> KeyPages:
+    """Cut keys before a page with a token id out of range."""
+    page = page_index(pages.node.shape[1])
+    bad = jnp.any(lane_or(pages.tokens) < 0, axis=-1)
+    bad = bad & (page < pages.num_pages[:, None])
+    num_pages = jnp.minimum(pages.num_pages, first_false(~bad))
+    status = pages.status | flag(bad, Status.BAD_TOKEN)
+    return pages._replace(num_pages=num_pages, status=status)
+
+
+def _plan(cache: CacheState, pages: KeyPages):
     """Give a table way and a node to every page that has no node.
 
     Returns:
@@ -154,7 +163,8 @@ def _plan(cache: CacheState, table, pages: KeyPages, counters):
     wants = (pages.node == NULL) & (
         page_index(pages.node.shape[1]) < pages.num_pages[:, None]
     )
-    table, leader, claimed = place(table, pages, wants)
+    table, leader, claimed = place(cache.tree.table, pages, wants)
+    counters = cache.counters
     leads = leader == turn
     order = jnp.cumsum(leads.reshape(-1), dtype=jnp.int32).reshape(leads.shape) - 1
     leads = leads & (order < free_lists.size(counters, Ring.NODES))
@@ -168,143 +178,113 @@ def _plan(cache: CacheState, table, pages: KeyPages, counters):
 def _write_keys(tree: TreeArrays, plan: _Plan, pages: KeyPages) -> TreeArrays:
     """Write keys of new pages to their nodes, which are still on the free list."""
     nodes = tree.tokens.shape[0]
-    target = jnp.where(plan.leads, plan.node, nodes + plan.turn).reshape(-1)
-    tokens = tree.tokens.at[target].set(
-        pages.tokens.reshape(-1, pages.tokens.shape[-1]),
-        mode="drop",
-        unique_indices=True,
-        wrap_negative_indices=False,
-    )
-    parent = _shift(plan.node).reshape(-1)
-    rows = [PARENT, *range(NAMESPACE, NAMESPACE + NAMESPACE_WORDS)]
-    space = jnp.broadcast_to(pages.namespace[:, None], (*plan.node.shape, 4))
-    space = jnp.moveaxis(space, -1, 0).reshape(4, -1)
-    topology = put(
-        tree.topology,
-        *at_rows(rows, target),
-        jnp.concatenate([parent[None], space]),
-        unique_indices=True,
-    )
-    return dataclasses.replace(tree, tokens=tokens, topology=topology)
+    target = jnp.where(plan.leads, plan.node, nodes + plan.turn)
+    tokens = tree.tokens.at[target].set(pages.tokens, mode="drop", unique_indices=True)
+    space = [pages.namespace[:, k, None] for k in range(NAMESPACE_WORDS)]
+    names = [PARENT, *range(NAMESPACE, NAMESPACE + NAMESPACE_WORDS)]
+    fields = put_many(tree.fields, names, target, [above(plan.node), *space])
+    return dataclasses.replace(tree, tokens=tokens, fields=fields)
 
 
-def _shift(node):
-    """The node above each page: the root first."""
-    return jnp.concatenate([jnp.zeros_like(node[:, :1]), node[:, :-1]], axis=1)
+class _Verdict(NamedTuple):
+    """How much of each key stands, and what a result reports of it."""
+
+    num_done: jax.Array  # requests that are dealt with
+    old: jax.Array  # [requests] pages that the tree held before
+    cut: jax.Array  # [requests] pages that it will hold
+    prev: jax.Array  # [requests] pages that the caller shares already
+    kept: jax.Array  # [requests, pages] lanes to commit
+    entry: jax.Array  # [requests, pages] owner entries to settle, or past the end
+    owner: jax.Array  # the owner table, claims in it
+    status: jax.Array
+    num_crowded: jax.Array
 
 
-def _cut(cache, tree, plan: _Plan, pages: KeyPages, params: InsertParams):
-    """Decide how much of each key stands: verify, then ask for ownership.
-
-    Returns:
-      ``(cut, owner, kept, facts)``: pages of each key that will be in the tree, the
-      owner table with claims wiped, lanes to commit, and what a result reports.
-    """
+def _judge(cache, tree, plan: _Plan, pages: KeyPages, params) -> _Verdict:
+    """Decide how much of each key stands: its pages, links and the caller's entries."""
     config = cache.config
     page = page_index(plan.node.shape[1])
-    run = verified_run(tree, pages, plan.node)
+    ok, _, _ = verify(tree, pages, plan.node)
+    value = jnp.asarray(params.value, jnp.int32)
+    nowhere = cache.owner.shape[0]
+    is_id = plan.leads & (value > 0) & (value <= config.num_pages)
+    entry = jnp.where(is_id, owner_offset(config, ComponentType.FULL) + value, nowhere)
+    theirs = cache.owner.at[jnp.minimum(entry, nowhere - 1)].get(
+        mode="promise_in_bounds"
+    )
+    entry = jnp.where(theirs == Owner.REQUEST, entry, nowhere)
+    entry, owner = fence(entry, cache.owner)
+    # The second lane of the same id loses. A lane behind the cut may win an id that
+    # it will not use, but then every later lane of the key is behind the cut too.
+    owner, winner = claim(owner, (entry,), plan.turn)
+    entry = jnp.where(winner == plan.turn, entry, nowhere)
+    lacks = plan.leads & (entry == nowhere)
     # A page that an earlier request of the batch leads is already there for this one.
-    old = jnp.minimum(run, first_false(~plan.leads))
+    old, cut = first_false(jnp.stack([ok & ~plan.leads, ok & ~lacks]))
     prev = jnp.asarray(params.prev_prefix_len, jnp.int32)
     bad_prev = prev < 0
     prev = jnp.maximum(prev, 0) // config.page_size
     is_stale = old < jnp.minimum(prev, pages.num_pages)
-    value = jnp.asarray(params.value, jnp.int32)
-    start = owner_offset(config, ComponentType.FULL)
-    wanted = plan.leads & (page < run[:, None]) & ~is_stale[:, None]
-    is_id = (value > 0) & (value <= config.num_pages)
-    entry = jnp.where(wanted & is_id, start + value, NULL)
-    theirs = cache.owner.at[jnp.maximum(entry, 0)].get(mode="promise_in_bounds")
-    owned = (entry != NULL) & (theirs == Owner.REQUEST)
-    entry = jnp.where(owned, entry, NULL)
-    (entry, owned), owner = fence((entry, owned), cache.owner)
-    owner, winner = claim(owner, (entry,), plan.turn)
-    # The second lane of the same id loses, and wherever a lane is cut, so are those
-    # after it: only then may an id seem taken by a lane that goes nowhere.
-    owned = owned & (winner == plan.turn)
-    lacks = wanted & ~owned
-    cut = jnp.minimum(run, first_false(~lacks))
     cut = jnp.where(is_stale, old, cut)
-    is_whole = (cut == pages.num_pages) & ~is_stale
+    is_short = cut < pages.num_pages
     request = jnp.arange(cut.shape[0], dtype=jnp.int32)
-    if cut.shape[0] == 1:
-        num_done = jnp.int32(1)
-    else:
-        num_done = first_false(is_whole)
-    kept = plan.leads & (page < cut[:, None]) & (request < num_done)[:, None]
-    owner = owner.at[jnp.where(owned, entry, NULL)].set(
-        jnp.where(kept, int(Owner.TREE), int(Owner.REQUEST)),
-        mode="drop",
-        wrap_negative_indices=False,
-    )
-    short = (cut < pages.num_pages) & ~is_stale & (request < num_done)
-    at_cut = page == cut[:, None]
-    no_node = short & jnp.any(
-        at_cut & (pages.node == NULL) & (plan.node == NULL) & (plan.claimed != NULL), -1
-    )
-    not_owned = short & jnp.any(at_cut & lacks, -1)
-    crowded = short & ~no_node & ~not_owned
+    num_done = jnp.int32(1) if cut.shape[0] == 1 else first_false(~is_short)
     done = request < num_done
+    short = is_short & ~is_stale & done
+    at_cut = page == cut[:, None]
+    no_node = (pages.node == NULL) & (plan.node == NULL) & (plan.claimed != NULL)
+    no_node = short & jnp.any(at_cut & no_node, -1)
+    not_owned = short & jnp.any(at_cut & ok & lacks, -1)
+    crowded = short & ~no_node & ~not_owned
     status = (
-        flag(is_stale & done, Status.STALE_PREFIX)
+        pages.status
+        | flag(is_stale & done, Status.STALE_PREFIX)
         | flag(no_node, Status.NODES_EXHAUSTED)
         | flag(not_owned, Status.NOT_OWNED)
         | flag(crowded, Status.TABLE_FULL)
         | flag(bad_prev & done, Status.BAD_LENGTH)
     )
-    overflows = jnp.sum(crowded, dtype=jnp.int32)
-    return cut, owner, kept, (num_done, old, prev, status, overflows)
+    kept = plan.leads & (page < cut[:, None]) & done[:, None]
+    num_crowded = jnp.sum(crowded, dtype=jnp.int32)
+    return _Verdict(num_done, old, cut, prev, kept, entry, owner, status, num_crowded)
 
 
-def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
+def _commit(cache, plan: _Plan, pages: KeyPages, verdict: _Verdict, params):
     """Write everything that stands and report it."""
-    config, tree = cache.config, cache.tree
-    num_done, old, prev, status, overflows = facts
+    config, tree, counters = cache.config, cache.tree, cache.counters
+    num_done, old, cut, prev, kept, entry, owner, status, num_crowded = verdict
     num_requests, num_pages = plan.node.shape
     request = jnp.arange(num_requests, dtype=jnp.int32)
     page = page_index(num_pages)
-    in_tree = (page < cut[:, None]) & (request < num_done)[:, None]
+    done = request < num_done
+    in_tree = (page < cut[:, None]) & done[:, None]
     path = jnp.where(in_tree, plan.node, NULL)
     value = jnp.asarray(params.value, jnp.int32)
-    nodes = tree.tokens.shape[0]
-    target = jnp.where(kept, plan.node, nodes + plan.turn)
-
+    owner_now = jnp.where(kept, int(Owner.TREE), int(Owner.REQUEST))
+    owner = owner.at[entry].set(owner_now, mode="drop")
     # The table: kept claims name their node, the others are wiped.
-    row, column = entry_index(plan.claimed)
-    table = put(tree.table, row, column + WAYS, jnp.where(kept, plan.node, NULL))
-    kept_row = jnp.where(kept, row, NULL)
-    table = put(table, kept_row, column, pages.fingerprint)
-
+    table = put_entries(tree.table, plan.claimed, kept, plan.node, pages.fingerprint)
     # What does not stand stays free, so it must not keep the parent written to it.
-    led = jnp.where(plan.leads, plan.node, nodes + plan.turn)
-    depth = jnp.broadcast_to(page + 1, led.shape)
-    record = jnp.stack([_shift(plan.node), depth, plan.claimed])
-    topology = put(
-        tree.topology,
-        *at_rows([PARENT, DEPTH, TABLE_SLOT], led),
-        jnp.where(kept, record, NULL),
-    )
-    parent = jnp.where(kept, _shift(plan.node), nodes)
-    topology = topology.at[
-        at_rows([GENERATION, NUM_CHILDREN], target)[0], jnp.stack([target, parent])
-    ].add(1, mode="drop", wrap_negative_indices=False)
     full = component_rules(config)[0]
-    data = put(tree.component_data, full.value_row, target, value)
-    held = take(data, full.value_row, jnp.maximum(path, ROOT))
-    held = jnp.where(in_tree, held, NULL)
-    (held, counters), data = fence((held, cache.counters), data)
+    names = [PARENT, DEPTH, TABLE_SLOT, full.value_field]
+    parent = above(plan.node)
+    record = [parent, jnp.broadcast_to(page + 1, parent.shape), plan.claimed, value]
+    record = [jnp.where(kept, x, NULL) for x in record]
+    led = jnp.where(plan.leads, plan.node, NULL)
+    fields = put_many(tree.fields, names, led, record)
+    grown = jnp.stack(
+        [
+            place_of(fields, GENERATION, jnp.where(kept, plan.node, NULL)),
+            place_of(fields, NUM_CHILDREN, jnp.where(kept, parent, NULL)),
+        ]
+    )
+    fields = fields.at[grown].add(1, mode="drop")
+    held = take(fields, full.value_field, jnp.maximum(path, ROOT))
+    held, fields = fence(jnp.where(in_tree, held, NULL), fields)
     clock = counters[Counter.CLOCK] + request * (num_pages + 1)
-    data = refresh(
-        cache,
-        data,
-        path,
-        jnp.where(request < num_done, cut, 0)[:, None],
-        {full.type: held},
-        clock,
-    )
-    tree = dataclasses.replace(
-        tree, table=table, topology=topology, component_data=data
-    )
+    hit = jnp.where(done, cut, 0)[:, None]
+    fields = refresh(cache, fields, path, hit, {full.type: held}, clock)
+    tree = dataclasses.replace(tree, table=table, fields=fields)
     num_new = jnp.sum(kept, dtype=jnp.int32)
     elapsed = num_done * (num_pages + 1)
     high = flag(counters[Counter.CLOCK] + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH)
@@ -312,8 +292,8 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
         counters,
         clock=elapsed,
         evictable__0=num_new,
-        table_overflows=overflows,
-        status=pages.status | status | high,
+        table_overflows=num_crowded,
+        status=status | high,
         **free_lists.taken(counters, config, Ring.NODES, num_new),
     )
     duplicate = (
@@ -333,6 +313,6 @@ def _commit(cache, plan: _Plan, pages: KeyPages, cut, kept, facts, params):
             -1,
         ),
     )
-    cache = dataclasses.replace(cache, tree=tree, counters=counters)
+    cache = dataclasses.replace(cache, tree=tree, owner=owner, counters=counters)
     cache, (result, num_done) = settle(cache, (result, num_done))
     return cache, result, num_done

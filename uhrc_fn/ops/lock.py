@@ -24,9 +24,19 @@ from ..state import (
     flag,
 )
 from ..status import Status
-from ..tree_arrays import GENERATION, NULL, PARENT, ROOT, fence, put, settle, take
+from ..tree_arrays import (
+    GENERATION,
+    NULL,
+    PARENT,
+    ROOT,
+    fence,
+    num_rows,
+    place_of,
+    settle,
+    take,
+)
 from .claim import first_touch
-from .path import first, one, page_index
+from .path import above, first, one, page_index
 
 
 def inc_lock_ref(
@@ -55,9 +65,9 @@ def inc_lock_ref_batch(
     config, tree = cache.config, cache.tree
     counters = cache.counters
     anchor, generation = match.best_match_node, match.generation
-    safe = jnp.clip(anchor, ROOT, tree.topology.shape[1] - 1)
-    is_alive = take(tree.topology, PARENT, safe) != NULL
-    fresh = is_alive & (take(tree.topology, GENERATION, safe) == generation)
+    safe = jnp.clip(anchor, ROOT, num_rows(tree.fields) - 1)
+    is_alive = take(tree.fields, PARENT, safe) != NULL
+    fresh = is_alive & (take(tree.fields, GENERATION, safe) == generation)
     order = jnp.cumsum(fresh, dtype=jnp.int32) - 1
     granted = fresh & (order < free_lists.size(counters, Ring.LEDGER))
     row = free_lists.front(cache.free_ids, counters, config, Ring.LEDGER, order)
@@ -70,7 +80,9 @@ def inc_lock_ref_batch(
     path = jnp.where(granted[:, None], match.path, NULL)
     data, moved, _ = _add(cache, path, num_pages, held, 1)
     record = jnp.stack([serial, anchor, held])
-    ledger = put(cache.ledger, *_ledger_rows(row), record)
+    ledger = cache.ledger.at[:, _or_nowhere(row, granted, cache.ledger)].set(
+        record, mode="drop"
+    )
     counters = bump(
         counters,
         next_serial=count,
@@ -80,7 +92,7 @@ def inc_lock_ref_batch(
         | flag(fresh & ~granted, Status.LEDGER_FULL),
         **free_lists.taken(counters, config, Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, component_data=data)
+    tree = dataclasses.replace(tree, fields=data)
     cache = dataclasses.replace(cache, tree=tree, ledger=ledger, counters=counters)
     delta = -moved[:, 0] * config.page_size
     anchor = jnp.where(granted, anchor, ROOT)
@@ -119,20 +131,20 @@ def dec_lock_ref_batch(
     row = jnp.clip(receipt.ledger_row, 0, config.max_live_receipts - 1)
     asked = receipt.serial != 0
     ledger = cache.ledger
-    anchor = take(ledger, ANCHOR, row)
+    anchor = _of_row(ledger, ANCHOR, row)
     # The ledger's anchor is believed; the receipt's path must lead there.
     depth = receipt.num_pages
-    live = asked & (take(ledger, SERIAL, row) == receipt.serial)
-    live = live & _leads_to(tree.topology, receipt.path, depth, anchor)
+    live = asked & (_of_row(ledger, SERIAL, row) == receipt.serial)
+    live = live & _leads_to(tree.fields, receipt.path, depth, anchor)
     if num_requests > 1:  # the same receipt twice in a batch: the first one counts
-        place = (jnp.full_like(row, ANCHOR), jnp.where(live, row, NULL))
+        place = (jnp.full_like(row, ANCHOR), _or_nowhere(row, live, ledger))
         (place, anchor), ledger = fence((place, anchor), ledger)
         ledger, is_first = first_touch(ledger, place, turn)
         live = live & is_first
-    held = jnp.where(live, take(ledger, HELD, row), 0)
+    held = jnp.where(live, _of_row(ledger, HELD, row), 0)
     path = jnp.where(live[:, None], receipt.path, NULL)
     (live, held, path, row), ledger = fence((live, held, path, row), ledger)
-    ledger = put(ledger, SERIAL, jnp.where(live, row, NULL), 0)
+    ledger = ledger.at[SERIAL, _or_nowhere(row, live, ledger)].set(0, mode="drop")
     data, moved, oldest = _add(cache, path, jnp.where(live, depth, 0), held, -1)
     free_ids, count = free_lists.push(
         cache.free_ids, counters, config, Ring.LEDGER, row, live
@@ -146,7 +158,7 @@ def dec_lock_ref_batch(
         status=flag(asked & ~live, Status.STALE_RECEIPT),
         **free_lists.given(Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, component_data=data)
+    tree = dataclasses.replace(tree, fields=data)
     cache = dataclasses.replace(
         cache, tree=tree, ledger=ledger, free_ids=free_ids, counters=counters
     )
@@ -155,19 +167,22 @@ def dec_lock_ref_batch(
     return settle(cache, DecLockRefResult(scalars))
 
 
-def _ledger_rows(row):
-    """Index of a whole ledger record for each of `row`."""
-    fields = jnp.array([SERIAL, ANCHOR, HELD], jnp.int32)
-    return fields[:, None], row[None]
+def _of_row(ledger, record, row):
+    """Read one record of ledger rows; every row must be a real one."""
+    return ledger.at[record, row].get(mode="promise_in_bounds")
 
 
-def _leads_to(topology, path, num_pages, anchor):
+def _or_nowhere(row, is_meant, ledger):
+    """Ledger rows to write; past the end where nothing is meant."""
+    return jnp.where(is_meant, row, ledger.shape[1])
+
+
+def _leads_to(fields, path, num_pages, anchor):
     """Whether the first `num_pages` nodes of a path are the ancestors of `anchor`."""
     page = page_index(path.shape[1])
     inside = page < num_pages[:, None]
-    safe = jnp.clip(path, ROOT, topology.shape[1] - 1)
-    above = jnp.concatenate([jnp.zeros_like(safe[:, :1]), safe[:, :-1]], 1)
-    linked = jnp.where(inside, take(topology, PARENT, safe) == above, True)
+    safe = jnp.clip(path, ROOT, num_rows(fields) - 1)
+    linked = jnp.where(inside, take(fields, PARENT, safe) == above(safe), True)
     last = jnp.sum(jnp.where(page == num_pages[:, None] - 1, safe, 0), -1)
     return jnp.all(linked, -1) & (last == anchor)
 
@@ -176,11 +191,11 @@ def _add(cache: CacheState, path, num_pages, held, step: int):
     """Add `step` to the locks that `held` names along each path.
 
     Returns:
-      ``(component_data, moved, oldest)``: moved is int32 [requests, 3], entries that
+      ``(fields, moved, oldest)``: moved is int32 [requests, 3], entries that
       went from evictable to protected or back; oldest is the lowest FULL stamp among
       them, or the largest int32.
     """
-    data = cache.tree.component_data
+    data = cache.tree.fields
     num_requests, length = path.shape
     page = page_index(length)
     turn = jnp.arange(path.size, dtype=jnp.int32).reshape(path.shape)
@@ -191,17 +206,17 @@ def _add(cache: CacheState, path, num_pages, held, step: int):
         locked = r.locks(page, num_pages[:, None]) & has[:, None] & (path != NULL)
         node = jnp.where(locked, path, NULL)
         safe = jnp.maximum(node, ROOT)
-        before = take(data, r.lock_row, safe)
-        present = take(data, r.value_row, safe) != NULL
-        stamp = take(data, r.stamp_row, safe)
+        before = take(data, r.lock_field, safe)
+        present = take(data, r.value_field, safe) != NULL
+        stamp = take(data, r.stamp_field, safe)
         (before, present, stamp), data = fence((before, present, stamp), data)
-        row = jnp.full_like(node, r.lock_row)
-        data = data.at[row, node].add(step, mode="drop", wrap_negative_indices=False)
-        after, data = fence(take(data, r.lock_row, safe), data)
+        place = place_of(data, r.lock_field, node)
+        data = data.at[place].add(step, mode="drop")
+        after, data = fence(take(data, r.lock_field, safe), data)
         edge = locked & ((before == 0) != (after == 0))
         if num_requests > 1:  # a shared page crosses once: first lock, last unlock
             order = turn if step > 0 else path.size - 1 - turn
-            data, is_first = first_touch(data, (row, node), order)
+            data, is_first = first_touch(data, (place,), order)
             edge = edge & is_first
         moved[r.type] = jnp.sum(edge & present, -1, dtype=jnp.int32)
         if r.removes_node:

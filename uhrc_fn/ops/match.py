@@ -13,8 +13,8 @@ from ..config import CLOCK_LIMIT, NUM_COMPONENTS, ComponentType
 from ..params import MatchPrefixParams, MatchResult, RadixKey
 from ..state import CacheState, bump, flag
 from ..status import Status
-from ..tree_arrays import GENERATION, NULL, ROOT, fence, settle, take
-from .path import check_key, first, one, page_index, propose, verified_run
+from ..tree_arrays import GENERATION, NULL, fence, num_rows, settle
+from .path import check_key, first, first_false, one, page_index, propose, verify
 
 
 def match_prefix(
@@ -43,20 +43,18 @@ def match_prefix_batch(
     cache: CacheState, params: MatchPrefixParams
 ) -> tuple[CacheState, MatchResult]:
     """Match a batch of keys, as if one after another; one parallel program."""
-    result, values, pages = _find(cache, params.key, params.full_only)
+    result, values, status = _find(cache, params.key, params.full_only)
     num_requests, num_pages = result.path.shape
-    (result, values, counters), tree_data = fence(
-        (result, values, cache.counters), cache.tree.component_data
+    (result, values, status), fields = fence(
+        (result, values, status), cache.tree.fields
     )
     clock = cache.clock + jnp.arange(num_requests, dtype=jnp.int32) * (num_pages + 1)
     hit = (result.hit_length // cache.config.page_size)[:, None]
-    tree_data = refresh(cache, tree_data, result.path, hit, values, clock)
-    tree = dataclasses.replace(cache.tree, component_data=tree_data)
+    fields = refresh(cache, fields, result.path, hit, values, clock)
+    tree = dataclasses.replace(cache.tree, fields=fields)
     elapsed = num_requests * (num_pages + 1)
-    status = pages.status | flag(
-        cache.clock + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH
-    )
-    counters = bump(counters, clock=elapsed, status=status)
+    status = status | flag(cache.clock + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH)
+    counters = bump(cache.counters, clock=elapsed, status=status)
     cache = dataclasses.replace(cache, tree=tree, counters=counters)
     return settle(cache, result)
 
@@ -80,19 +78,21 @@ def peek_prefix_len_batch(cache: CacheState, key: RadixKey) -> MatchResult:
 
 
 def _find(cache: CacheState, key: RadixKey, full_only: bool):
-    """Match without side effect: ``(result, values of each component, pages)``."""
+    """Match without side effect: ``(result, values of each component, status)``."""
     config, tree = cache.config, cache.tree
     check_key(key, config)
     pages = propose(tree, key, config)
-    run = verified_run(tree, pages, pages.node)
+    rules = component_rules(config)[: 1 if full_only else None]
+    also = [GENERATION, *(r.value_field for r in rules)]
+    ok, bad_token, (generation, *read) = verify(tree, pages, pages.node, also)
+    status = pages.status | flag(bad_token, Status.BAD_TOKEN)
+    run = first_false(ok)
     page = page_index(pages.node.shape[1])
     in_run = page < run[:, None]
     path = jnp.where(in_run, pages.node, NULL)
-    safe = jnp.maximum(path, ROOT)
-    rules = component_rules(config)[: 1 if full_only else None]
     values = {
-        r.type: jnp.where(in_run, take(tree.component_data, r.value_row, safe), NULL)
-        for r in rules
+        r.type: jnp.where(in_run, value, NULL)
+        for r, value in zip(rules, read, strict=True)
     }
     accepted = {r.type: r.accepts(values[r.type]) & in_run for r in rules}
     depth = page + 1
@@ -100,7 +100,7 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
     joint = jnp.stack(list(accepted.values())).all(0)
     hit = jnp.max(jnp.where(joint, depth, 0), -1)
     at_hit = depth == hit[:, None]
-    anchor = jnp.sum(jnp.where(at_hit, safe, 0), -1)
+    anchor = jnp.sum(jnp.where(at_hit, path, 0), -1)
     in_hit = page < hit[:, None]
     indices = jnp.where(in_hit, values[ComponentType.FULL], 0)
     zero = jnp.zeros_like(hit)
@@ -114,44 +114,42 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
         hit * config.page_size,
         run * config.page_size,
         anchor,
-        take(tree.topology, GENERATION, anchor),
+        jnp.sum(jnp.where(at_hit, generation, 0), -1),
         branching.get(ComponentType.SWA, zero),
         branching.get(ComponentType.RECURRENT, zero),
         slot,
         *lost,
     ]
-    return MatchResult(indices, path, jnp.stack(scalars, -1)), values, pages
+    return MatchResult(indices, path, jnp.stack(scalars, -1)), values, status
 
 
-def refresh(cache, tree_data, path, hit_pages, values, clock):
+def refresh(cache, fields, path, hit_pages, values, clock):
     """Stamp what a hit uses, component by component.
 
     Args:
       cache: gives the settings.
-      tree_data: `component_data` to write into.
+      fields: `TreeArrays.fields` to write into.
       path: [requests, pages] nodes.
       hit_pages: [requests, 1].
       values: component -> [requests, pages].
       clock: [requests] first stamp of each request.
 
     Returns:
-      `component_data`.
+      `fields`.
     """
     num_requests, num_pages = path.shape
     page = page_index(num_pages)
-    nodes = tree_data.shape[1]
     # Dropped lanes get places of their own: the scatter may then assume no clash.
-    nowhere = nodes + jnp.arange(path.size, dtype=jnp.int32).reshape(path.shape)
+    nowhere = fields.shape[0] + jnp.arange(path.size, dtype=jnp.int32)
+    nowhere = nowhere.reshape(path.shape)
     for r in component_rules(cache.config):
         if r.type not in values:
             continue
         used = r.refreshes(page, hit_pages, values[r.type])
         stamp = r.stamps(clock[:, None], num_pages)
-        place = tree_data.at[r.stamp_row, jnp.where(used, path, nowhere)]
+        place = jnp.where(used, r.stamp_field * num_rows(fields) + path, nowhere)
         if num_requests == 1:
-            tree_data = place.set(
-                stamp, mode="drop", unique_indices=True, wrap_negative_indices=False
-            )
+            fields = fields.at[place].set(stamp, mode="drop", unique_indices=True)
         else:  # later requests stamp higher, so the highest is the last
-            tree_data = place.max(stamp, mode="drop", wrap_negative_indices=False)
-    return tree_data
+            fields = fields.at[place].max(stamp, mode="drop")
+    return fields

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..config import CacheConfig
 from ..params import RadixKey
+from ..state import flag
 from ..status import Status
 from ..tree_arrays import (
     NAMESPACE,
@@ -15,8 +16,8 @@ from ..tree_arrays import (
     PARENT,
     ROOT,
     TreeArrays,
+    num_rows,
     probe,
-    take,
 )
 from .hashing import chain_hashes
 
@@ -93,44 +94,55 @@ def propose(tree: TreeArrays, key: RadixKey, config: CacheConfig) -> KeyPages:
     most = tokens.shape[1] * size
     bad_length = (length < 0) | (length > most)
     num_pages = jnp.clip(length, 0, most) // size
-    page = page_index(tokens.shape[1])
-    in_range = page < num_pages[:, None]
-    bad_token = in_range & jnp.any(lane_or(tokens) < 0, axis=-1)
-    num_pages = jnp.minimum(num_pages, first_false(~bad_token))
     bucket, fingerprint = chain_hashes(tokens, namespace, config)
     node, free_ways = probe(tree.table, bucket, fingerprint)
-    status = jnp.where(jnp.any(bad_length), int(Status.BAD_LENGTH), 0)
-    status = status | jnp.where(jnp.any(bad_token), int(Status.BAD_TOKEN), 0)
+    status = flag(bad_length, Status.BAD_LENGTH)
     return KeyPages(
         tokens, namespace, num_pages, bucket, fingerprint, node, free_ways, status
     )
 
 
-def verified_run(tree: TreeArrays, pages: KeyPages, node):
-    """Pages from the front whose node holds exactly this key's page.
+def verify(tree: TreeArrays, pages: KeyPages, node, also=()):
+    """Tell which nodes hold exactly their page of the key.
 
     Tokens, parent and, at the first page, the namespace decide: a child's namespace
-    is its parent's.
+    is its parent's. A true entry counts only where all before it are true.
 
     Args:
       tree: the tree.
       pages: the keys.
       node: [requests, pages] node of each page, or `NULL`.
+      also: fields to read in the same gather.
 
     Returns:
-      int32 [requests].
+      ``(ok, bad_token, values)``: ok is bool [requests, pages], false past the key;
+      bad_token marks pages with an id outside [0, 2^31), unless the node holds the
+      same; values has one [requests, pages] array for each of `also`.
     """
+    fields, length = tree.fields, node.shape[1]
+    nodes = num_rows(fields)
     safe = jnp.maximum(node, ROOT)
     stored = tree.tokens.at[safe].get(mode="promise_in_bounds")
-    same = ~jnp.any(lane_or(stored ^ pages.tokens) != 0, axis=-1)
-    above = jnp.concatenate([jnp.zeros_like(safe[:, :1]), safe[:, :-1]], axis=1)
-    linked = take(tree.topology, PARENT, safe) == above
-    rows = NAMESPACE + jnp.arange(NAMESPACE_WORDS, dtype=jnp.int32)
-    spaces = take(tree.topology, rows[None], safe[:, :1])
-    same_space = jnp.all(spaces == pages.namespace, axis=-1, keepdims=True)
-    page = page_index(node.shape[1])
-    ok = (node != NULL) & same & linked & ((page > 0) | same_space)
-    return jnp.minimum(first_false(ok), pages.num_pages)
+    # Stored ids are never negative, so a difference keeps the sign of a bad id.
+    diff = lane_or(stored ^ pages.tokens)
+    same = ~jnp.any(diff != 0, axis=-1)
+    bad_token = jnp.any(diff < 0, axis=-1)
+    names = (PARENT, *also)
+    spaces = [(NAMESPACE + k) * nodes + safe[:, :1] for k in range(NAMESPACE_WORDS)]
+    place = jnp.concatenate([name * nodes + safe for name in names] + spaces, axis=1)
+    read = fields.at[place].get(mode="promise_in_bounds")
+    columns = [read[:, k * length : (k + 1) * length] for k in range(len(names))]
+    space = read[:, len(names) * length :]
+    same_space = jnp.all(space == pages.namespace, axis=-1, keepdims=True)
+    page = page_index(length)
+    ok = (node != NULL) & same & (columns[0] == above(safe))
+    ok = ok & ((page > 0) | same_space) & (page < pages.num_pages[:, None])
+    return ok, bad_token & (page < pages.num_pages[:, None]), columns[1:]
+
+
+def above(node):
+    """The node above each page of a path: the root first."""
+    return jnp.concatenate([jnp.zeros_like(node[:, :1]), node[:, :-1]], axis=1)
 
 
 def one(tree):
