@@ -3,7 +3,6 @@
 import dataclasses
 
 from debug_trees import (
-    DATA,
     add,
     breaks,
     edit,
@@ -14,32 +13,32 @@ from debug_trees import (
 )
 
 from uhrc_fn.state import ANCHOR, HELD, SERIAL, Counter, Owner, Ring
-from uhrc_fn.tree_arrays import LAST_ACCESS, LOCK_REF, NULL, VALUE
+from uhrc_fn.tree_arrays import NULL
 
 
 @breaks(full_tree, "FULL value of node 5 has -1, wanted 1 to 8")
 def values__tombstone(cache):
-    return edit(cache, DATA, (VALUE, 5), NULL)
+    return edit(cache, "tree.value", (0, 5), NULL)
 
 
 @breaks(full_tree, "SWA value of node 5 has 1, wanted -1")
 def values__foreign(cache):
-    return edit(cache, DATA, (VALUE + 1, 5), 1)
+    return edit(cache, "tree.value", (1, 5), 1)
 
 
 @breaks(swa_tree, "SWA value of node 5 has 4, wanted 1 to 3")
 def values__range(cache):
-    return edit(cache, DATA, (VALUE + 1, 5), 4)
+    return edit(cache, "tree.value", (1, 5), 4)
 
 
 @breaks(full_tree, "FULL page 4 is in the tree 2 times, wanted once")
 def tree_entries(cache):
-    return edit(cache, DATA, (VALUE, 5), 4)
+    return edit(cache, "tree.value", (0, 5), 4)
 
 
 @breaks(swa_tree, "SWA page 1 is in the tree 2 times, wanted once")
 def tree_entries__swa(cache):
-    return edit(cache, DATA, (VALUE + 1, 5), 1)
+    return edit(cache, "tree.value", (1, 5), 1)
 
 
 @breaks(full_tree, "FULL has 1 free + 6 tree + 0 request, wanted 8 in all")
@@ -64,22 +63,22 @@ def owners__swa(cache):
 
 @breaks(full_tree, "FULL lock of node 6 has -1, wanted at least 0")
 def lock_signs(cache):
-    return edit(cache, DATA, (LOCK_REF, 6), -1)
+    return edit(cache, "tree.lock_ref", (0, 6), -1)
 
 
 @breaks(full_tree, "node 4 has 2 locks, its parent 3 1")
 def lock_nesting(cache):
-    return edit(cache, DATA, (LOCK_REF, 4), 2)
+    return edit(cache, "tree.lock_ref", (0, 4), 2)
 
 
 @breaks(swa_tree, "SWA lock of node 5 has 1, wanted at most its FULL lock")
 def lock_covers(cache):
-    return edit(cache, DATA, (LOCK_REF + 1, 5), 1)
+    return edit(cache, "tree.lock_ref", (1, 5), 1)
 
 
 @breaks(recurrent_tree, "RECURRENT lock of node 7 has 1, wanted at most its FULL lock")
 def lock_covers__recurrent(cache):
-    return edit(cache, DATA, (LOCK_REF + 2, 7), 1)
+    return edit(cache, "tree.lock_ref", (2, 7), 1)
 
 
 @breaks(full_tree, "serial of free row 1 has 1, wanted 0")
@@ -112,22 +111,22 @@ def ledger__components(cache):
 
 @breaks(full_tree, "FULL lock of node 2 has 2, wanted 1")
 def receipts__too_many(cache):
-    return edit(cache, DATA, (LOCK_REF, 2), 2)
+    return edit(cache, "tree.lock_ref", (0, 2), 2)
 
 
 @breaks(full_tree, "FULL lock of node 4 has 0, wanted 1")
 def receipts__too_few(cache):
-    return edit(cache, DATA, (LOCK_REF, 4), 0)
+    return edit(cache, "tree.lock_ref", (0, 4), 0)
 
 
 @breaks(swa_tree, "SWA lock of node 3 has 1, wanted 0")
 def receipts__beyond_the_window(cache):
-    return edit(cache, DATA, (LOCK_REF + 1, 3), 1)
+    return edit(cache, "tree.lock_ref", (1, 3), 1)
 
 
 @breaks(recurrent_tree, "RECURRENT lock of node 4 has 0, wanted 1")
 def receipts__anchor(cache):
-    return edit(cache, DATA, (LOCK_REF + 2, 4), 0)
+    return edit(cache, "tree.lock_ref", (2, 4), 0)
 
 
 @breaks(full_tree, "evictable + protected of FULL has 7, wanted 6")
@@ -147,22 +146,22 @@ def evictable_sizes__swa(cache):
 
 @breaks(full_tree, "FULL stamp of node 7 has 30, wanted a stamp below the clock 30")
 def stamps__future(cache):
-    return edit(cache, DATA, (LAST_ACCESS, 7), 30)
+    return edit(cache, "tree.last_access", (0, 7), 30)
 
 
 @breaks(recurrent_tree, "RECURRENT stamp of node 2 has -1, wanted a stamp below")
 def stamps__none(cache):
-    return edit(cache, DATA, (LAST_ACCESS + 2, 2), NULL)
+    return edit(cache, "tree.last_access", (2, 2), NULL)
 
 
 @breaks(full_tree, "FULL stamp 18 is in the tree 2 times, wanted once")
 def stamps__tie(cache):
-    return edit(cache, DATA, (LAST_ACCESS, 7), 18)
+    return edit(cache, "tree.last_access", (0, 7), 18)
 
 
 @breaks(full_tree, "node 3 has stamp 29, its parent 2 28")
 def stamp_order(cache):
-    return edit(cache, DATA, (LAST_ACCESS, 3), 29)
+    return edit(cache, "tree.last_access", (0, 3), 29)
 
 
 @breaks(full_tree, "head has 9, wanted 0 to 8")
@@ -177,7 +176,7 @@ def victim_plan__skipped(cache):
 
 @breaks(full_tree, "node 7, stamp 22, is not planned from 1 on")
 def victim_plan__stale_stamp(cache):
-    return edit(cache, DATA, (LAST_ACCESS, 7), 22)
+    return edit(cache, "tree.last_access", (0, 7), 22)
 
 
 @breaks(full_tree, "the plan has nodes [6, 5, 7], wanted [5, 6, 7]")

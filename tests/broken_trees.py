@@ -1,40 +1,24 @@
 """Ways to break the invariants of the tree, by the name of the invariant."""
 
 import debug_trees
-import jax.numpy as jnp
 import numpy as np
-from debug_trees import (
-    DATA,
-    TABLE,
-    TOPOLOGY,
-    add,
-    breaks,
-    edit,
-    edit_all,
-    full_tree,
-    recurrent_tree,
-)
+from debug_trees import add, breaks, edit, edit_all, full_tree, recurrent_tree
 
-from uhrc_fn.config import WAYS
+from uhrc_fn.config import BUCKETS_PER_ROW, WAYS
 from uhrc_fn.state import Counter, Ring
-from uhrc_fn.tree_arrays import (
-    DEPTH,
-    LAST_ACCESS,
-    LOCK_REF,
-    NAMESPACE,
-    NULL,
-    NUM_CHILDREN,
-    PARENT,
-    TABLE_SLOT,
-    VALUE,
-    entry_index,
-)
+from uhrc_fn.tree_arrays import NULL
 
 
-def table_place(cache, node: int) -> tuple[tuple, tuple]:
+def table_place(slot) -> tuple[tuple, tuple]:
+    """Where the table holds the fingerprint and the id of a slot."""
+    place = int(slot) // WAYS * 2 * WAYS + int(slot) % WAYS
+    width = 2 * WAYS * BUCKETS_PER_ROW
+    return divmod(place, width), divmod(place + WAYS, width)
+
+
+def table_places(cache, node: int) -> tuple[tuple, tuple]:
     """Where the table holds a node's fingerprint and its id."""
-    row, column = entry_index(cache.tree.table_slot[node])
-    return (int(row), int(column)), (int(row), int(column) + WAYS)
+    return table_place(cache.tree.table_slot[node])
 
 
 @breaks(full_tree, "head 8, wanted 0 to 7")
@@ -61,7 +45,7 @@ def free_rings__twice(cache):
 
 @breaks(full_tree, "free node 8 has 3, wanted -1")
 def free_nodes__parent(cache):
-    return edit(cache, TOPOLOGY, (PARENT, 8), 3)
+    return edit(cache, "tree.parent", 8, 3)
 
 
 @breaks(full_tree, "node 1 has no parent and is not on the free list")
@@ -71,37 +55,37 @@ def free_nodes__lost(cache):
 
 @breaks(full_tree, "the depth of the root is 1, wanted 0")
 def root__depth(cache):
-    return edit(cache, TOPOLOGY, (DEPTH, 0), 1)
+    return edit(cache, "tree.depth", 0, 1)
 
 
 @breaks(full_tree, "lock of component 0 has 2, wanted 0")
 def root__lock(cache):
-    return edit(cache, DATA, (LOCK_REF, 0), 2)
+    return edit(cache, "tree.lock_ref", (0, 0), 2)
 
 
 @breaks(full_tree, "node 6 has 8, wanted a live parent")
 def parents__dead(cache):
-    return edit(cache, TOPOLOGY, (PARENT, 6), 8)
+    return edit(cache, "tree.parent", 6, 8)
 
 
 @breaks(full_tree, "node 6 has 9, wanted a live parent")
 def parents__outside(cache):
-    return edit(cache, TOPOLOGY, (PARENT, 6), 9)
+    return edit(cache, "tree.parent", 6, 9)
 
 
 @breaks(full_tree, "node 4 has 2, wanted 3")
 def depths(cache):
-    return edit(cache, TOPOLOGY, (DEPTH, 4), 2)
+    return edit(cache, "tree.depth", 4, 2)
 
 
 @breaks(full_tree, "node 3 has 1, wanted 2")
 def child_counts(cache):
-    return edit(cache, TOPOLOGY, (NUM_CHILDREN, 3), 1)
+    return edit(cache, "tree.num_children", 3, 1)
 
 
 @breaks(full_tree, "node 5 has [0, 0, 7, 0], wanted [0, 0, 0, 0] of its parent 3")
 def namespaces(cache):
-    return edit(cache, TOPOLOGY, (NAMESPACE + 2, 5), 7)
+    return edit(cache, "tree.namespace", (5, 2), 7)
 
 
 @breaks(full_tree, "node 6 has -5, wanted ids of at least 0")
@@ -116,38 +100,38 @@ def siblings(cache):
 
 @breaks(full_tree, "num_children of free node 8 has 1, wanted 0")
 def dead_nodes__children(cache):
-    return edit(cache, TOPOLOGY, (NUM_CHILDREN, 8), 1)
+    return edit(cache, "tree.num_children", 8, 1)
 
 
 @breaks(full_tree, "last_access[0] of free node 1 has 3, wanted -1")
 def dead_nodes__stamp(cache):
-    return edit(cache, DATA, (LAST_ACCESS, 1), 3)
+    return edit(cache, "tree.last_access", (0, 1), 3)
 
 
 @breaks(recurrent_tree, "value[2] of free node 1 has 1, wanted -1")
 def dead_nodes__snapshot(cache):
-    return edit(cache, DATA, (VALUE + 2, 1), 1)
+    return edit(cache, "tree.value", (2, 1), 1)
 
 
 @breaks(full_tree, "has 8, wanted a live node")
 def table_entries__dead(cache):
-    return edit(cache, TABLE, table_place(cache, 6)[1], 8)
+    return edit(cache, "tree.table", table_places(cache, 6)[1], 8)
 
 
 @breaks(full_tree, "node 6 has")
 def table_entries__elsewhere(cache):
-    return edit(cache, TABLE, table_place(cache, 5)[1], 6)
+    return edit(cache, "tree.table", table_places(cache, 5)[1], 6)
 
 
 @breaks(full_tree, "has -1, wanted 5")
 def table_slots__missing(cache):
-    return edit(cache, TABLE, table_place(cache, 5)[1], NULL)
+    return edit(cache, "tree.table", table_places(cache, 5)[1], NULL)
 
 
 @breaks(full_tree, "node 5 has -1, wanted a slot of the table")
 def table_slots__none(cache):
-    cache = edit(cache, TABLE, table_place(cache, 5)[1], NULL)
-    return edit(cache, TOPOLOGY, (TABLE_SLOT, 5), NULL)
+    cache = edit(cache, "tree.table", table_places(cache, 5)[1], NULL)
+    return edit(cache, "tree.table_slot", 5, NULL)
 
 
 @breaks(full_tree, "more than once")
@@ -155,28 +139,29 @@ def table_fingerprints(cache):
     # Six nodes in four buckets: two of them share one.
     bucket = np.asarray(cache.tree.table_slot[2:8]) // WAYS
     twins = 2 + np.flatnonzero(bucket == np.bincount(bucket).argmax())[:2]
-    one, other = (table_place(cache, int(node))[0] for node in twins)
-    return edit(cache, TABLE, one, cache.tree.table[other])
+    one, other = (table_places(cache, int(node))[0] for node in twins)
+    return edit(cache, "tree.table", one, cache.tree.table[other])
 
 
 @breaks(full_tree, "fingerprint of node 4 has 77, wanted")
 def table_hashes__fingerprint(cache):
-    return edit(cache, TABLE, table_place(cache, 4)[0], 77)
+    return edit(cache, "tree.table", table_places(cache, 4)[0], 77)
 
 
 @breaks(full_tree, "bucket of node 4 has")
 def table_hashes__bucket(cache):
-    (row, column), ident = table_place(cache, 4)
+    (row, column), ident = table_places(cache, 4)
     slot = int(cache.tree.table_slot[4])
-    other = (slot // WAYS + 1) % 4 * WAYS + 15  # the last way, surely free
-    print_at = tuple(map(int, entry_index(jnp.int32(other))))
-    id_at = (print_at[0], print_at[1] + WAYS)
+    other = (
+        slot // WAYS + 1
+    ) % cache.config.num_buckets * WAYS + 15  # the last way, surely free
+    print_at, id_at = table_place(other)
     return edit_all(
         cache,
-        (TABLE, ident, NULL),
-        (TABLE, print_at, cache.tree.table[row, column]),
-        (TABLE, id_at, 4),
-        (TOPOLOGY, (TABLE_SLOT, 4), other),
+        ("tree.table", ident, NULL),
+        ("tree.table", print_at, cache.tree.table[row, column]),
+        ("tree.table", id_at, 4),
+        ("tree.table_slot", 4, other),
     )
 
 

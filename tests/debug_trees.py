@@ -14,13 +14,13 @@ Page 8 is a request's, page 1 and nodes 8 and 1 are free, the clock is 30.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, CacheState, Status, jitted
 from uhrc_fn.state import HELD, Counter, Owner, Ring, init
-from uhrc_fn.tree_arrays import LAST_ACCESS, LOCK_REF, VALUE
 
 SHAPE = {"page_size": 2, "num_pages": 8, "max_prefix_pages": 4, "max_live_receipts": 3}
 CONFIG = CacheConfig(**SHAPE)
@@ -33,9 +33,6 @@ RECURRENT_CONFIG = CacheConfig(
     enable_recurrent_extra_buffer=True,
     **SHAPE,
 )
-# Names of the arrays that cases edit.
-TOPOLOGY, DATA, TABLE = "tree.topology", "tree.component_data", "tree.table"
-
 LORA = bytes(uhrc_fn.namespace("lora").view(np.uint8)).hex()
 
 
@@ -76,11 +73,11 @@ def full_tree() -> CacheState:
 def _with_component(config, k: int, values: dict, locked: int) -> CacheState:
     """The tree above, made by hand, with values of component `k` besides."""
     cache, empty = full_tree(), init(config)
-    data = np.array(cache.tree.component_data)
     for node, value in values.items():
-        data[VALUE + k, node] = value
-        data[LAST_ACCESS + k, node] = data[LAST_ACCESS, node]
-    data[LOCK_REF + k, locked] = 1
+        cache = edit(cache, "tree.value", (k, node), value)
+        stamp = cache.tree.last_access[0, node]
+        cache = edit(cache, "tree.last_access", (k, node), stamp)
+    cache = edit(cache, "tree.lock_ref", (k, locked), 1)
     counters = np.array(cache.counters)
     capacity = config.capacities[k]
     counters[Counter.RING_SIZE + k] = capacity - len(values)
@@ -97,7 +94,7 @@ def _with_component(config, k: int, values: dict, locked: int) -> CacheState:
     free_ids[pages + capacity :] = np.asarray(cache.free_ids)[pages:]
     ledger = cache.ledger.at[HELD, 0].set(1 | 1 << k)
     return CacheState(
-        tree=dataclasses.replace(cache.tree, component_data=jnp.asarray(data)),
+        tree=cache.tree,
         free_ids=jnp.asarray(free_ids),
         owner=jnp.asarray(owner),
         ledger=ledger,
@@ -118,16 +115,24 @@ def recurrent_tree() -> CacheState:
 
 
 def edit(cache: CacheState, name: str, index, value) -> CacheState:
-    """Overwrite a place of an array, named like ``tree.topology``."""
-    if name.startswith("tree."):
-        field = name.removeprefix("tree.")
-        array = getattr(cache.tree, field).at[index].set(value)
-        return dataclasses.replace(
-            cache, tree=dataclasses.replace(cache.tree, **{field: array})
-        )
-    return dataclasses.replace(
-        cache, **{name: getattr(cache, name).at[index].set(value)}
-    )
+    """Overwrite places of an array, named like ``ledger`` or ``tree.parent``.
+
+    What the tree names may be packed in any way: its numbered places tell how.
+    """
+    if not name.startswith("tree."):
+        array = getattr(cache, name).at[index].set(value)
+        return dataclasses.replace(cache, **{name: array})
+    leaves, form = jax.tree.flatten(cache.tree)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    numbers = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+    shaped = [n.reshape(x.shape) for n, x in zip(numbers, leaves, strict=True)]
+    numbered = jax.tree.unflatten(form, shaped)
+    places = np.asarray(getattr(numbered, name.removeprefix("tree.")))[index]
+    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    flat[places] = value
+    parts = zip(np.split(flat, ends[:-1]), leaves, strict=True)
+    edited = [jnp.asarray(part.reshape(leaf.shape)) for part, leaf in parts]
+    return dataclasses.replace(cache, tree=jax.tree.unflatten(form, edited))
 
 
 def edit_all(cache: CacheState, *edits) -> CacheState:

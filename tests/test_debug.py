@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from debug_trees import (
     BREAKS,
-    TOPOLOGY,
     edit,
     edit_all,
     full_tree,
@@ -22,7 +21,6 @@ from debug_trees import (
 import uhrc_fn
 from uhrc_fn.debug.invariants import INVARIANTS, InvariantError, check_invariants
 from uhrc_fn.state import Counter, Owner, Ring
-from uhrc_fn.tree_arrays import DEPTH, GENERATION
 
 
 @functools.cache
@@ -97,7 +95,7 @@ def test_a_request_holding_a_page_twice_is_found():
 
 def test_a_stack_is_checked_row_by_row():
     cache = kept(full_tree)
-    broken = edit(cache, TOPOLOGY, (DEPTH, 4), 2)
+    broken = edit(cache, "tree.depth", 4, 2)
     stack = lambda *caches: jax.tree.map(lambda *rows: jnp.stack(rows), *caches)
     check_invariants(stack(cache, cache), [{"pages": [[8]]}, None])
     with pytest.raises(InvariantError, match=r"^rank 1: depths: ") as error:
@@ -118,7 +116,7 @@ def test_arguments_of_the_wrong_kind_are_refused():
 
 def test_generations_are_free():
     # A node may have been reused any number of times.
-    check_invariants(edit(kept(full_tree), TOPOLOGY, (GENERATION, 4), 9))
+    check_invariants(edit(kept(full_tree), "tree.generation", 4, 9))
 
 
 def test_many_pages_are_hashed_in_parts(monkeypatch):

@@ -8,17 +8,7 @@ import numpy as np
 from ..config import NUM_COMPONENTS, WAYS, CacheConfig, ComponentType
 from ..state import CacheState, Counter, Ring, owner_offset, ring_capacity, ring_offset
 from ..status import Status
-from ..tree_arrays import (
-    DEPTH,
-    LAST_ACCESS,
-    LOCK_REF,
-    NAMESPACE,
-    NULL,
-    NUM_CHILDREN,
-    PARENT,
-    TABLE_SLOT,
-    VALUE,
-)
+from ..tree_arrays import NULL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +149,6 @@ def _flat_ids(arrays) -> np.ndarray:
 
 def _host(state: CacheState, requests) -> HostCache:
     config, tree = state.config, state.tree
-    topology, data = np.asarray(tree.topology), np.asarray(tree.component_data)
     buckets = np.asarray(tree.table).reshape(-1, 2 * WAYS)
     free_ids, owner = np.asarray(state.free_ids), np.asarray(state.owner)
 
@@ -168,15 +157,15 @@ def _host(state: CacheState, requests) -> HostCache:
 
     return HostCache(
         config=config,
-        parent=topology[PARENT],
-        depth=topology[DEPTH],
-        num_children=topology[NUM_CHILDREN],
-        table_slot=topology[TABLE_SLOT],
-        namespace=topology[NAMESPACE:].T,
+        parent=np.asarray(tree.parent),
+        depth=np.asarray(tree.depth),
+        num_children=np.asarray(tree.num_children),
+        table_slot=np.asarray(tree.table_slot),
+        namespace=np.asarray(tree.namespace),
         tokens=np.asarray(tree.tokens),
-        value=data[VALUE:LOCK_REF],
-        lock_ref=data[LOCK_REF:LAST_ACCESS],
-        last_access=data[LAST_ACCESS:],
+        value=np.asarray(tree.value),
+        lock_ref=np.asarray(tree.lock_ref),
+        last_access=np.asarray(tree.last_access),
         fingerprints=buckets[:, :WAYS],
         entries=buckets[:, WAYS:],
         rings=tuple(
