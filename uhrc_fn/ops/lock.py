@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .. import free_lists
 from ..components import component_rules
-from ..config import NUM_COMPONENTS
+from ..config import NUM_COMPONENTS, CacheConfig
 from ..params import DecLockRefParams, DecLockRefResult, IncLockRefResult, MatchResult
 from ..state import (
     ANCHOR,
@@ -68,6 +68,8 @@ def inc_lock_ref_batch(
     safe = jnp.clip(anchor, ROOT, num_rows(tree.fields) - 1)
     is_alive = take(tree.fields, PARENT, safe) != NULL
     fresh = is_alive & (take(tree.fields, GENERATION, safe) == generation)
+    fresh, fields = fence(fresh, tree.fields)
+    tree = dataclasses.replace(tree, fields=fields)
     order = jnp.cumsum(fresh, dtype=jnp.int32) - 1
     granted = fresh & (order < free_lists.size(counters, Ring.LEDGER))
     row = free_lists.front(cache.free_ids, counters, config, Ring.LEDGER, order)
@@ -78,7 +80,7 @@ def inc_lock_ref_batch(
     held_bits = sum(1 << r.type for r in component_rules(config))
     held = jnp.where(granted, held_bits, 0)
     path = jnp.where(granted[:, None], match.path, NULL)
-    data, moved, _ = _add(cache, path, num_pages, held, 1)
+    fields, moved, _ = _add(config, fields, path, num_pages, held, 1)
     record = jnp.stack([serial, anchor, held])
     ledger = cache.ledger.at[:, _or_nowhere(row, granted, cache.ledger)].set(
         record, mode="drop"
@@ -92,7 +94,7 @@ def inc_lock_ref_batch(
         | flag(fresh & ~granted, Status.LEDGER_FULL),
         **free_lists.taken(counters, config, Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, fields=data)
+    tree = dataclasses.replace(tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, ledger=ledger, counters=counters)
     delta = -moved[:, 0] * config.page_size
     anchor = jnp.where(granted, anchor, ROOT)
@@ -143,9 +145,12 @@ def dec_lock_ref_batch(
         live = live & is_first
     held = jnp.where(live, _of_row(ledger, HELD, row), 0)
     path = jnp.where(live[:, None], receipt.path, NULL)
-    (live, held, path, row), ledger = fence((live, held, path, row), ledger)
+    reads, ledger, fields = fence((live, held, path, row), ledger, tree.fields)
+    live, held, path, row = reads
     ledger = ledger.at[SERIAL, _or_nowhere(row, live, ledger)].set(0, mode="drop")
-    data, moved, oldest = _add(cache, path, jnp.where(live, depth, 0), held, -1)
+    fields, moved, oldest = _add(
+        config, fields, path, jnp.where(live, depth, 0), held, -1
+    )
     free_ids, count = free_lists.push(
         cache.free_ids, counters, config, Ring.LEDGER, row, live
     )
@@ -158,7 +163,7 @@ def dec_lock_ref_batch(
         status=flag(asked & ~live, Status.STALE_RECEIPT),
         **free_lists.given(Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, fields=data)
+    tree = dataclasses.replace(tree, fields=fields)
     cache = dataclasses.replace(
         cache, tree=tree, ledger=ledger, free_ids=free_ids, counters=counters
     )
@@ -187,7 +192,7 @@ def _leads_to(fields, path, num_pages, anchor):
     return jnp.all(linked, -1) & (last == anchor)
 
 
-def _add(cache: CacheState, path, num_pages, held, step: int):
+def _add(config: CacheConfig, fields, path, num_pages, held, step: int):
     """Add `step` to the locks that `held` names along each path.
 
     Returns:
@@ -195,30 +200,29 @@ def _add(cache: CacheState, path, num_pages, held, step: int):
       went from evictable to protected or back; oldest is the lowest FULL stamp among
       them, or the largest int32.
     """
-    data = cache.tree.fields
     num_requests, length = path.shape
     page = page_index(length)
     turn = jnp.arange(path.size, dtype=jnp.int32).reshape(path.shape)
     moved = [jnp.zeros((num_requests,), jnp.int32)] * NUM_COMPONENTS
     oldest = jnp.int32(jnp.iinfo(jnp.int32).max)
-    for r in component_rules(cache.config):
+    for r in component_rules(config):
         has = (held >> r.type) & 1 != 0
         locked = r.locks(page, num_pages[:, None]) & has[:, None] & (path != NULL)
         node = jnp.where(locked, path, NULL)
         safe = jnp.maximum(node, ROOT)
-        before = take(data, r.lock_field, safe)
-        present = take(data, r.value_field, safe) != NULL
-        stamp = take(data, r.stamp_field, safe)
-        (before, present, stamp), data = fence((before, present, stamp), data)
-        place = place_of(data, r.lock_field, node)
-        data = data.at[place].add(step, mode="drop")
-        after, data = fence(take(data, r.lock_field, safe), data)
+        before = take(fields, r.lock_field, safe)
+        present = take(fields, r.value_field, safe) != NULL
+        stamp = take(fields, r.stamp_field, safe)
+        (before, present, stamp), fields = fence((before, present, stamp), fields)
+        place = place_of(fields, r.lock_field, node)
+        fields = fields.at[place].add(step, mode="drop")
+        after, fields = fence(take(fields, r.lock_field, safe), fields)
         edge = locked & ((before == 0) != (after == 0))
         if num_requests > 1:  # a shared page crosses once: first lock, last unlock
             order = turn if step > 0 else path.size - 1 - turn
-            data, is_first = first_touch(data, (place,), order)
+            fields, is_first = first_touch(fields, (place,), order)
             edge = edge & is_first
         moved[r.type] = jnp.sum(edge & present, -1, dtype=jnp.int32)
         if r.removes_node:
             oldest = jnp.min(jnp.where(edge, stamp, oldest))
-    return data, jnp.stack(moved, -1), oldest
+    return fields, jnp.stack(moved, -1), oldest
