@@ -17,9 +17,9 @@ from debug_trees import full_tree, recurrent_tree, swa_tree
 
 import uhrc_fn
 from uhrc_fn import draw_tree
-from uhrc_fn.debug.edges import namespaces
+from uhrc_fn.debug.edges import Edge, namespaces
 from uhrc_fn.debug.host import read
-from uhrc_fn.debug.layout import Box, place
+from uhrc_fn.debug.layout import MIN_WIDTH, Box, place
 
 BIG = uhrc_fn.CacheConfig(page_size=2, num_pages=384, max_prefix_pages=8)
 
@@ -142,8 +142,11 @@ def test_boxes_of_forty_leaves_do_not_overlap():
 
 
 def test_boxes_are_as_long_as_their_tokens():
-    boxes = [box for box in layout(kept(big_tree)) if box.parent]
-    long = {len(b.item.tokens): b.width for b in boxes if b.width > 0.93}
+    long = {
+        len(box.item.tokens): box.width
+        for box in layout(kept(big_tree))
+        if isinstance(box.item, Edge) and box.width > MIN_WIDTH
+    }
     assert len(long) >= 3
     scales = {round(width / tokens, 6) for tokens, width in long.items()}
     assert len(scales) == 1
@@ -151,7 +154,7 @@ def test_boxes_are_as_long_as_their_tokens():
 
 def test_texts_of_forty_leaves_do_not_overlap():
     figure = draw_tree(kept(big_tree))
-    renderer = figure.canvas.get_renderer()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     extents = [t.get_window_extent(renderer) for t in figure.axes[0].texts]
     extents = [e for e in extents if e.width]
     assert len(extents) >= 100

@@ -10,6 +10,7 @@ upper one holds no snapshot: then nothing but the page size sets them apart.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -132,7 +133,7 @@ def pool_sizes(c: HostCache) -> dict[str, dict[str, int]]:
     }
 
 
-def to_pydict(cache: CacheState) -> dict | list[dict]:
+def to_pydict(cache: CacheState) -> Any:
     """The path-compressed tree and the totals as plain dicts, lists and ints.
 
     The result does not depend on node ids or on the order of insertion, so two trees
