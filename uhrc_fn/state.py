@@ -9,7 +9,6 @@ import dataclasses
 import enum
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -197,12 +196,10 @@ def reset(cache: CacheState) -> CacheState:
     Generations and serials go on, so that older matches and receipts are stale.
     """
     fresh = init(cache.config)
-    # Depend on the old arrays, so that donation can reuse their memory.
-    fresh = jax.tree.map(lambda x, new: jnp.broadcast_to(new, x.shape), cache, fresh)
-    topology = fresh.tree.topology.at[GENERATION].set(cache.tree.generation)
     serial = cache.counters[Counter.NEXT_SERIAL]
     counters = fresh.counters.at[int(Counter.NEXT_SERIAL)].set(serial)
-    tree = dataclasses.replace(fresh.tree, topology=topology)
+    fields = fresh.tree.by_field.at[GENERATION].set(cache.tree.generation)
+    tree = dataclasses.replace(fresh.tree, fields=fields.reshape(-1))
     return dataclasses.replace(fresh, tree=tree, counters=counters)
 
 
