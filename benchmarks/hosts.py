@@ -51,7 +51,7 @@ class OracleTree:
         pages = value if isinstance(value, list) else value.tolist()
         return self.tree.insert(key, pages)
 
-    def unlock(self, _match: Any, receipt: Any) -> bool:
+    def unlock(self, match: Any, receipt: Any) -> bool:
         """Undo one `lock`."""
         return self.tree.unlock(receipt)
 

@@ -109,9 +109,9 @@ class Peer:
         """Longest cached prefix; the result carries slots and the node to lock."""
         return self.tree.match_prefix(self._match(key=key))
 
-    def insert(self, key: Any, slots: np.ndarray) -> int:
+    def insert(self, key: Any, value: np.ndarray) -> int:
         """Insert whole pages; returns how many tokens the tree held already."""
-        return self.tree.insert(self._insert(key=key, value=slots)).prefix_len
+        return self.tree.insert(self._insert(key=key, value=value)).prefix_len
 
     def lock(self, match: Any) -> Any:
         """Lock the path that `match` found."""

@@ -59,7 +59,9 @@ class PeerReplay:
             # Where nothing more can be evicted, the request takes what there is.
             wanted = min(wanted, tree.num_free())
         if wanted:
-            slots = np.concatenate([match.device_indices, tree.alloc(wanted)])
+            new = tree.alloc(wanted)
+            assert new is not None, "the allocator refused pages that it counts free"
+            slots = np.concatenate([match.device_indices, new])
             tree.insert(key[: len(slots)], slots)
         tree.unlock(match, receipt)
         return hit
