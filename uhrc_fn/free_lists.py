@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .config import CacheConfig
 from .state import Counter, Ring, ring_capacity, ring_offset
+from .tree_arrays import DROP
 
 
 def front(free_ids, counters, config: CacheConfig, ring: Ring, rank):
@@ -35,7 +36,7 @@ def push(free_ids, counters, config: CacheConfig, ring: Ring, ids, is_given):
     place = jnp.where(place >= 2 * capacity, place - capacity, place)
     place = jnp.where(place >= capacity, place - capacity, place)
     place = jnp.where(is_given, ring_offset(config, ring) + place, free_ids.shape[0])
-    return free_ids.at[place].set(ids, mode="drop"), jnp.sum(is_given, dtype=jnp.int32)
+    return free_ids.at[place].set(ids, **DROP), jnp.sum(is_given, dtype=jnp.int32)
 
 
 def size(counters, ring: Ring):

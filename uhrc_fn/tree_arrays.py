@@ -27,6 +27,11 @@ from .config import (
 NULL = -1
 ROOT = 0
 
+# How gathers and scatters treat their indices. -1 would wrap to the last entry unless
+# told not to; what must not be written goes past the end, or is `NULL`.
+IN_BOUNDS = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+DROP = {"mode": "drop", "wrap_negative_indices": False}
+
 # Fields of a node, in the order in which `TreeArrays.fields` holds them. The last nine
 # come in threes, one a component.
 PARENT, DEPTH, NUM_CHILDREN, GENERATION, TABLE_SLOT, NAMESPACE = range(6)
@@ -152,19 +157,19 @@ def place_of(fields, field, node):
 def take(fields, field, node):
     """Read `field` of `node`; every node must be a real one (clip first)."""
     place = field * num_rows(fields) + node
-    return fields.at[place].get(mode="promise_in_bounds")
+    return fields.at[place].get(**IN_BOUNDS)
 
 
 def put(fields, field, node, value):
     """Write `field` of `node`; `NULL` and anything out of range is dropped."""
-    return fields.at[place_of(fields, field, node)].set(value, mode="drop")
+    return fields.at[place_of(fields, field, node)].set(value, **DROP)
 
 
 def put_many(fields, names, node, values):
     """Write several fields of each node at once; `values` has one row a name."""
     places = jnp.stack([place_of(fields, name, node) for name in names])
     values = jnp.stack([jnp.broadcast_to(v, node.shape) for v in values])
-    return fields.at[places].set(values, mode="drop")
+    return fields.at[places].set(values, **DROP)
 
 
 def fence(reads, *arrays):
@@ -198,7 +203,7 @@ def probe(table, bucket, fingerprint):
       ``(node, free)``: the proposed node id or `NULL`, and a bit mask of free ways.
     """
     buckets = table.reshape(-1, _BUCKET_WORDS)
-    entry = buckets.at[bucket].get(mode="promise_in_bounds")
+    entry = buckets.at[bucket].get(**IN_BOUNDS)
     prints, ids = entry[..., :WAYS], entry[..., WAYS:]
     # A bucket holds each fingerprint at most once, so a maximum finds it.
     hit = (prints == fingerprint[..., None]) & (ids != NULL)
@@ -223,9 +228,7 @@ def put_entries(table, slot, is_kept, node, fingerprint):
     columns = jnp.stack([column, column + WAYS])
     words = jnp.stack([fingerprint, jnp.where(is_kept, node, NULL)])
     rows = jnp.where(row < 0, table.shape[0], row)
-    return table.at[jnp.broadcast_to(rows, columns.shape), columns].set(
-        words, mode="drop"
-    )
+    return table.at[jnp.broadcast_to(rows, columns.shape), columns].set(words, **DROP)
 
 
 def entry_index(slot):

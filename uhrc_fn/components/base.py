@@ -21,6 +21,8 @@ class Component(abc.ABC):
     """Phases run from low to high; a value also takes those of lower priority."""
     removes_node: bool
     """Whether a victim goes whole, node and all."""
+    has_tombstones: bool
+    """Whether a live node may lack a value; else every page of the run serves."""
     entry_is_page: bool
     """Whether an entry stands for a page of tokens (else for one slot)."""
 

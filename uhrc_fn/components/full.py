@@ -13,6 +13,7 @@ class FullComponent(Component):
     type = ComponentType.FULL
     eviction_priority = 2
     removes_node = True
+    has_tombstones = False
     entry_is_page = True
 
     def accepts(self, value):

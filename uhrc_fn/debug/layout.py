@@ -9,7 +9,7 @@ import dataclasses
 from .edges import Edge, Namespace
 
 ROOT_WIDTH = 1.5
-MIN_WIDTH, MAX_WIDTH = 0.92, 2.8
+MIN_WIDTH, MAX_WIDTH = 1.05, 2.8
 GAP = 0.42
 MAX_PATH_WIDTH = 11.0
 _ROOMY, _TIGHT = (0.54, 0.4), (0.44, 0.36)  # row and box height
@@ -87,8 +87,13 @@ def _width(edge: Edge, scale: float) -> float:
 
 
 def _scale(spaces: list[Namespace], edges: list[Edge]) -> float:
-    """Inches a token: the largest at which the longest path still fits."""
-    high = MAX_WIDTH / max((len(e.tokens) for e in edges), default=1)
+    """Inches a token: the largest at which the longest path still fits.
+
+    The longest edge is at most `MAX_WIDTH` wide and the shortest `MIN_WIDTH`, so that
+    tiny trees stay small.
+    """
+    lengths = [len(e.tokens) for e in edges] or [1]
+    high = min(MAX_WIDTH / max(lengths), MIN_WIDTH / min(lengths))
     low = 0.0
     if _longest(spaces, high) <= MAX_PATH_WIDTH:
         return high

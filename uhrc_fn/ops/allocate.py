@@ -10,7 +10,7 @@ from ..config import ComponentType
 from ..params import AllocResult, MatchResult
 from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
-from ..tree_arrays import fence, settle
+from ..tree_arrays import DROP, IN_BOUNDS, fence, settle
 from .claim import claim
 from .evict import evict_full
 from .path import first, page_index
@@ -87,7 +87,7 @@ def alloc_pages_batch(
     place = jnp.where(
         is_given, owner_offset(config, ComponentType.FULL) + ids, cache.owner.shape[0]
     )
-    owner = cache.owner.at[place].set(int(Owner.REQUEST), mode="drop")
+    owner = cache.owner.at[place].set(int(Owner.REQUEST), **DROP)
     ok = given == wanted
     status = flag(asked != wanted, Status.BAD_LENGTH)
     if not partial:
@@ -146,7 +146,7 @@ def free_pages(cache: CacheState, ids) -> CacheState:
     is_id = (ids > 0) & (ids <= config.num_pages)
     offset = owner_offset(config, ComponentType.FULL)
     place = jnp.where(is_id, offset + ids, offset)
-    owner_of = cache.owner.at[place].get(mode="promise_in_bounds")
+    owner_of = cache.owner.at[place].get(**IN_BOUNDS)
     owned = is_id & (owner_of == Owner.REQUEST)
     turn = jnp.arange(ids.shape[0], dtype=jnp.int32)
     target = jnp.where(owned, place, cache.owner.shape[0])
@@ -154,7 +154,7 @@ def free_pages(cache: CacheState, ids) -> CacheState:
     owned = is_id & (owner_of == Owner.REQUEST)
     owner, winner = claim(owner, (target,), turn)
     is_first = owned & (winner == turn)
-    owner = owner.at[target].set(int(Owner.FREE), mode="drop")
+    owner = owner.at[target].set(int(Owner.FREE), **DROP)
     free_ids, count = free_lists.push(
         cache.free_ids, cache.counters, config, Ring.FULL, ids, is_first
     )

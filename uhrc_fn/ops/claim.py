@@ -5,7 +5,7 @@ stays, so the earliest lane wins. Places are claimed in the array that they belo
 which needs no scratch memory of its size; the caller writes their final values after.
 """
 
-from ..tree_arrays import fence
+from ..tree_arrays import DROP, fence
 
 # Above every value that a claimed place may hold.
 _TOP = 1 << 30
@@ -44,5 +44,5 @@ def first_touch(array, index, turn):
     before = array.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     before, array = fence(before, array)
     claimed, winner = claim(array, index, turn)
-    restored = claimed.at[index].set(before, mode="drop", wrap_negative_indices=False)
+    restored = claimed.at[index].set(before, **DROP)
     return restored, winner == turn

@@ -32,6 +32,8 @@ from ..state import (
 from ..status import Status
 from ..tree_arrays import (
     DEPTH,
+    DROP,
+    IN_BOUNDS,
     NULL,
     NUM_CHILDREN,
     PARENT,
@@ -118,7 +120,7 @@ def _select_lowest(stamps, count: int):
     bits = jnp.minimum(stamps, top) + offset
     score = -jax.lax.bitcast_convert_type(bits, jnp.float32)
     _, place = jax.lax.top_k(score, count)
-    return stamps.at[place].get(mode="promise_in_bounds"), place.astype(jnp.int32)
+    return stamps.at[place].get(**IN_BOUNDS), place.astype(jnp.int32)
 
 
 def _take_planned(cache: CacheState, need, bound: int):
@@ -197,14 +199,14 @@ def _remove(cache: CacheState, nodes):
     none = jnp.zeros_like(is_victim)
     table = put_entries(tree.table, slot, none, nodes, nodes)
     place = place_of(fields, NUM_CHILDREN, parent)
-    fields = fields.at[place].add(-1, mode="drop")
+    fields = fields.at[place].add(-1, **DROP)
     names = [PARENT, DEPTH, TABLE_SLOT, full.value_field, full.stamp_field]
     gone = [NULL] * len(names)
     # Children of a victim are victims too, so its own count is zero as it should be.
     fields = put_many(fields, names, nodes, gone)
     place = owner_offset(config, full.type) + page
     owner = cache.owner.at[jnp.where(is_victim, place, cache.owner.shape[0])].set(
-        int(Owner.FREE), mode="drop"
+        int(Owner.FREE), **DROP
     )
     free_ids, count = free_lists.push(
         cache.free_ids, cache.counters, config, Ring.FULL, page, is_victim

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config import CacheConfig
+from ..tree_arrays import NAMESPACE_WORDS
 
 _LANES = 8
+# Up to this many pages a prefix sum is cheaper as a triangle of all pairs.
+_MAX_TRIANGLE = 128
 _MIX1, _MIX2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
@@ -101,27 +104,36 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
     """Hash every prefix that ends with a page.
 
     Args:
-      tokens: int32 [..., pages, page_size].
-      namespace: int32 [..., 4].
+      tokens: int32 [requests, pages, page_size].
+      namespace: int32 [requests, 4].
       config: gives the seed.
 
     Returns:
-      ``(bucket, fingerprint)``, int32 [..., pages] each.
+      ``(bucket, fingerprint)``, int32 [requests, pages] each.
     """
     constants = _constants(config.hash_seed, config.page_size)
     bases, namespace_weights, start = constants[4:]
     space = _mix(namespace.astype(jnp.uint32) + _MIX2)
-    h = jnp.stack(page_hashes(tokens, config))
-    powers = [_powers(base, tokens.shape[-2]) for base in bases]
-    shape = (2, *[1] * (h.ndim - 2), -1)
-    up, down = (np.stack(p).reshape(shape) for p in zip(*powers, strict=True))
-    seeds = [
-        jnp.sum(space * _like(namespace_weights[j], space.ndim), -1, dtype=jnp.uint32)
-        + start[j]
-        for j in range(2)
-    ]
-    # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
-    total = jnp.cumsum(h * down, axis=-1, dtype=jnp.uint32)
-    words = _mix((total + jnp.stack(seeds)[..., None]) * up)
+    words = []
+    for j, h in enumerate(page_hashes(tokens, config)):
+        up, down = _powers(bases[j], tokens.shape[-2])
+        # Word by word, not as a reduction: this is one scalar a request.
+        seed = sum(
+            (space[:, k] * namespace_weights[j][k] for k in range(NAMESPACE_WORDS)),
+            start=start[j],
+        )
+        # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
+        total = _prefix_sum(h * _like(down, 2)) + seed[:, None]
+        words.append(_mix(total * _like(up, 2)))
     bucket = (words[0] & np.uint32(config.num_buckets - 1)).astype(jnp.int32)
     return bucket, jax.lax.bitcast_convert_type(words[1], jnp.int32)
+
+
+def _prefix_sum(x):
+    """Inclusive prefix sum over the last axis of [requests, pages]."""
+    pages = x.shape[1]
+    if x.size > _MAX_TRIANGLE:
+        return jnp.cumsum(x, axis=1, dtype=x.dtype)
+    # One masked reduction over the major axis instead of several dependent steps.
+    until = np.tri(pages, dtype=bool).T[None]
+    return jnp.sum(jnp.where(until, x[:, :, None], np.uint32(0)), axis=1, dtype=x.dtype)

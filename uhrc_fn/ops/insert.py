@@ -21,7 +21,9 @@ from ..state import CacheState, Counter, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
 from ..tree_arrays import (
     DEPTH,
+    DROP,
     GENERATION,
+    IN_BOUNDS,
     NAMESPACE,
     NAMESPACE_WORDS,
     NULL,
@@ -170,7 +172,7 @@ def _plan(cache: CacheState, pages: KeyPages):
     leads = leads & (order < free_lists.size(counters, Ring.NODES))
     new = free_lists.front(cache.free_ids, counters, cache.config, Ring.NODES, order)
     new = jnp.where(leads, new, NULL)
-    led = new.reshape(-1).at[jnp.maximum(leader, 0)].get(mode="promise_in_bounds")
+    led = new.reshape(-1).at[jnp.maximum(leader, 0)].get(**IN_BOUNDS)
     node = jnp.where(wants, jnp.where(leader == NULL, NULL, led), pages.node)
     return table, _Plan(turn, node, leads, claimed)
 
@@ -179,7 +181,7 @@ def _write_keys(tree: TreeArrays, plan: _Plan, pages: KeyPages) -> TreeArrays:
     """Write keys of new pages to their nodes, which are still on the free list."""
     nodes = tree.tokens.shape[0]
     target = jnp.where(plan.leads, plan.node, nodes + plan.turn)
-    tokens = tree.tokens.at[target].set(pages.tokens, mode="drop", unique_indices=True)
+    tokens = tree.tokens.at[target].set(pages.tokens, unique_indices=True, **DROP)
     space = [pages.namespace[:, k, None] for k in range(NAMESPACE_WORDS)]
     names = [PARENT, *range(NAMESPACE, NAMESPACE + NAMESPACE_WORDS)]
     fields = put_many(tree.fields, names, target, [above(plan.node), *space])
@@ -209,9 +211,7 @@ def _judge(cache, tree, plan: _Plan, pages: KeyPages, params) -> _Verdict:
     nowhere = cache.owner.shape[0]
     is_id = plan.leads & (value > 0) & (value <= config.num_pages)
     entry = jnp.where(is_id, owner_offset(config, ComponentType.FULL) + value, nowhere)
-    theirs = cache.owner.at[jnp.minimum(entry, nowhere - 1)].get(
-        mode="promise_in_bounds"
-    )
+    theirs = cache.owner.at[jnp.minimum(entry, nowhere - 1)].get(**IN_BOUNDS)
     entry = jnp.where(theirs == Owner.REQUEST, entry, nowhere)
     entry, owner = fence(entry, cache.owner)
     # The second lane of the same id loses. A lane behind the cut may win an id that
@@ -261,7 +261,7 @@ def _commit(cache, plan: _Plan, pages: KeyPages, verdict: _Verdict, params):
     path = jnp.where(in_tree, plan.node, NULL)
     value = jnp.asarray(params.value, jnp.int32)
     owner_now = jnp.where(kept, int(Owner.TREE), int(Owner.REQUEST))
-    owner = owner.at[entry].set(owner_now, mode="drop")
+    owner = owner.at[entry].set(owner_now, **DROP)
     # The table: kept claims name their node, the others are wiped.
     table = put_entries(tree.table, plan.claimed, kept, plan.node, pages.fingerprint)
     # What does not stand stays free, so it must not keep the parent written to it.
@@ -278,7 +278,7 @@ def _commit(cache, plan: _Plan, pages: KeyPages, verdict: _Verdict, params):
             place_of(fields, NUM_CHILDREN, jnp.where(kept, parent, NULL)),
         ]
     )
-    fields = fields.at[grown].add(1, mode="drop")
+    fields = fields.at[grown].add(1, **DROP)
     held = take(fields, full.value_field, jnp.maximum(path, ROOT))
     held, fields = fence(jnp.where(in_tree, held, NULL), fields)
     clock = counters[Counter.CLOCK] + request * (num_pages + 1)

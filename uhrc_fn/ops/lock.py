@@ -25,7 +25,9 @@ from ..state import (
 )
 from ..status import Status
 from ..tree_arrays import (
+    DROP,
     GENERATION,
+    IN_BOUNDS,
     NULL,
     PARENT,
     ROOT,
@@ -83,7 +85,7 @@ def inc_lock_ref_batch(
     fields, moved, _ = _add(config, fields, path, num_pages, held, 1)
     record = jnp.stack([serial, anchor, held])
     ledger = cache.ledger.at[:, _or_nowhere(row, granted, cache.ledger)].set(
-        record, mode="drop"
+        record, **DROP
     )
     counters = bump(
         counters,
@@ -147,7 +149,7 @@ def dec_lock_ref_batch(
     path = jnp.where(live[:, None], receipt.path, NULL)
     reads, ledger, fields = fence((live, held, path, row), ledger, tree.fields)
     live, held, path, row = reads
-    ledger = ledger.at[SERIAL, _or_nowhere(row, live, ledger)].set(0, mode="drop")
+    ledger = ledger.at[SERIAL, _or_nowhere(row, live, ledger)].set(0, **DROP)
     fields, moved, oldest = _add(
         config, fields, path, jnp.where(live, depth, 0), held, -1
     )
@@ -174,7 +176,7 @@ def dec_lock_ref_batch(
 
 def _of_row(ledger, record, row):
     """Read one record of ledger rows; every row must be a real one."""
-    return ledger.at[record, row].get(mode="promise_in_bounds")
+    return ledger.at[record, row].get(**IN_BOUNDS)
 
 
 def _or_nowhere(row, is_meant, ledger):
@@ -215,7 +217,7 @@ def _add(config: CacheConfig, fields, path, num_pages, held, step: int):
         stamp = take(fields, r.stamp_field, safe)
         (before, present, stamp), fields = fence((before, present, stamp), fields)
         place = place_of(fields, r.lock_field, node)
-        fields = fields.at[place].add(step, mode="drop")
+        fields = fields.at[place].add(step, **DROP)
         after, fields = fence(take(fields, r.lock_field, safe), fields)
         edge = locked & ((before == 0) != (after == 0))
         if num_requests > 1:  # a shared page crosses once: first lock, last unlock

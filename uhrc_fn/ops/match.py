@@ -13,7 +13,7 @@ from ..config import CLOCK_LIMIT, NUM_COMPONENTS, ComponentType
 from ..params import MatchPrefixParams, MatchResult, RadixKey
 from ..state import CacheState, bump, flag
 from ..status import Status
-from ..tree_arrays import GENERATION, NULL, fence, num_rows, settle
+from ..tree_arrays import DROP, GENERATION, NULL, fence, num_rows, settle
 from .path import check_key, first, first_false, one, page_index, propose, verify
 
 
@@ -85,42 +85,54 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
     rules = component_rules(config)[: 1 if full_only else None]
     also = [GENERATION, *(r.value_field for r in rules)]
     ok, bad_token, (generation, *read) = verify(tree, pages, pages.node, also)
-    status = pages.status | flag(bad_token, Status.BAD_TOKEN)
     run = first_false(ok)
     page = page_index(pages.node.shape[1])
+    depth = page + 1
     in_run = page < run[:, None]
-    path = jnp.where(in_run, pages.node, NULL)
     values = {
         r.type: jnp.where(in_run, value, NULL)
         for r, value in zip(rules, read, strict=True)
     }
-    accepted = {r.type: r.accepts(values[r.type]) & in_run for r in rules}
-    depth = page + 1
-    deepest = {c: jnp.max(jnp.where(a, depth, 0), -1) for c, a in accepted.items()}
-    joint = jnp.stack(list(accepted.values())).all(0)
-    hit = jnp.max(jnp.where(joint, depth, 0), -1)
-    at_hit = depth == hit[:, None]
-    anchor = jnp.sum(jnp.where(at_hit, path, 0), -1)
-    in_hit = page < hit[:, None]
-    indices = jnp.where(in_hit, values[ComponentType.FULL], 0)
+    deepest, joint = {}, None
+    for r in rules:
+        deepest[r.type] = run
+        if r.has_tombstones:
+            accepted = r.accepts(values[r.type]) & in_run
+            deepest[r.type] = jnp.max(jnp.where(accepted, depth, 0), -1)
+            joint = accepted if joint is None else joint & accepted
+    hit = run if joint is None else jnp.max(jnp.where(joint, depth, 0), -1)
+    anchor, generation, slot, num_bad = _at_hit(
+        depth == hit[:, None], pages.node, generation, values, bad_token
+    )
     zero = jnp.zeros_like(hit)
     branching, lost = {}, [zero] * NUM_COMPONENTS
     for r in rules:
         branching[r.type] = r.branching_seqlen(run, deepest[r.type])
         lost[r.type] = (run - deepest[r.type]) * config.page_size
-    slot = values.get(ComponentType.RECURRENT)
-    slot = zero if slot is None else jnp.sum(jnp.where(at_hit, slot, 0), -1)
     scalars = [
         hit * config.page_size,
         run * config.page_size,
         anchor,
-        jnp.sum(jnp.where(at_hit, generation, 0), -1),
+        generation,
         branching.get(ComponentType.SWA, zero),
         branching.get(ComponentType.RECURRENT, zero),
         slot,
         *lost,
     ]
-    return MatchResult(indices, path, jnp.stack(scalars, -1)), values, status
+    result = MatchResult(
+        device_indices=jnp.where(page < hit[:, None], values[ComponentType.FULL], 0),
+        path=jnp.where(in_run, pages.node, NULL),
+        scalars=jnp.stack(scalars, -1),
+    )
+    return result, values, pages.status | flag(num_bad > 0, Status.BAD_TOKEN)
+
+
+def _at_hit(at_hit, node, generation, values, bad_token):
+    """Pick the anchor's entries, and count bad tokens, in one reduction."""
+    slot = values.get(ComponentType.RECURRENT, jnp.zeros_like(node))
+    rows = [jnp.where(at_hit, x, 0) for x in (node, generation, slot)]
+    picked = jnp.sum(jnp.stack([*rows, bad_token.astype(jnp.int32)]), -1)
+    return picked[0], picked[1], picked[2], picked[3]
 
 
 def refresh(cache, fields, path, hit_pages, values, clock):
@@ -149,7 +161,7 @@ def refresh(cache, fields, path, hit_pages, values, clock):
         stamp = r.stamps(clock[:, None], num_pages)
         place = jnp.where(used, r.stamp_field * num_rows(fields) + path, nowhere)
         if num_requests == 1:
-            fields = fields.at[place].set(stamp, mode="drop", unique_indices=True)
+            fields = fields.at[place].set(stamp, unique_indices=True, **DROP)
         else:  # later requests stamp higher, so the highest is the last
-            fields = fields.at[place].max(stamp, mode="drop")
+            fields = fields.at[place].max(stamp, **DROP)
     return fields

@@ -10,6 +10,7 @@ from ..params import RadixKey
 from ..state import flag
 from ..status import Status
 from ..tree_arrays import (
+    IN_BOUNDS,
     NAMESPACE,
     NAMESPACE_WORDS,
     NULL,
@@ -122,7 +123,7 @@ def verify(tree: TreeArrays, pages: KeyPages, node, also=()):
     fields, length = tree.fields, node.shape[1]
     nodes = num_rows(fields)
     safe = jnp.maximum(node, ROOT)
-    stored = tree.tokens.at[safe].get(mode="promise_in_bounds")
+    stored = tree.tokens.at[safe].get(**IN_BOUNDS)
     # Stored ids are never negative, so a difference keeps the sign of a bad id.
     diff = lane_or(stored ^ pages.tokens)
     same = ~jnp.any(diff != 0, axis=-1)
@@ -130,10 +131,13 @@ def verify(tree: TreeArrays, pages: KeyPages, node, also=()):
     names = (PARENT, *also)
     spaces = [(NAMESPACE + k) * nodes + safe[:, :1] for k in range(NAMESPACE_WORDS)]
     place = jnp.concatenate([name * nodes + safe for name in names] + spaces, axis=1)
-    read = fields.at[place].get(mode="promise_in_bounds")
+    read = fields.at[place].get(**IN_BOUNDS)
     columns = [read[:, k * length : (k + 1) * length] for k in range(len(names))]
     space = read[:, len(names) * length :]
-    same_space = jnp.all(space == pages.namespace, axis=-1, keepdims=True)
+    # Word by word, not as a reduction: this is one bit a request.
+    same_space = space[:, :1] == pages.namespace[:, :1]
+    for k in range(1, NAMESPACE_WORDS):
+        same_space &= space[:, k : k + 1] == pages.namespace[:, k : k + 1]
     page = page_index(length)
     ok = (node != NULL) & same & (columns[0] == above(safe))
     ok = ok & ((page > 0) | same_space) & (page < pages.num_pages[:, None])

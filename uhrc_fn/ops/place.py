@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import WAYS
-from ..tree_arrays import NULL, entry_index
+from ..tree_arrays import IN_BOUNDS, NULL, entry_index
 from .claim import claim
 from .path import KeyPages
 
@@ -71,11 +71,7 @@ def _by_pairs(pages: KeyPages, wants, turn, nth_free_slot):
     rank = jnp.sum(earlier, axis=0, dtype=jnp.int32)
     leads = leads.reshape(wants.shape)
     claimed = nth_free_slot(rank.reshape(wants.shape), leads)
-    found = (
-        claimed.reshape(-1)
-        .at[jnp.minimum(leader, most - 1)]
-        .get(mode="promise_in_bounds")
-    )
+    found = claimed.reshape(-1).at[jnp.minimum(leader, most - 1)].get(**IN_BOUNDS)
     leader = jnp.where(asks & (found != NULL), leader, NULL)
     return leader.reshape(wants.shape), claimed
 
@@ -98,9 +94,7 @@ def _by_rounds(table, pages: KeyPages, wants, turn, nth_free_slot):
         winner = winner - offset
         is_ours = (slot != NULL) & (winner >= 0) & (winner < num_lanes)
         winner = jnp.clip(winner, 0, num_lanes - 1)
-        same = [
-            c.reshape(-1).at[winner].get(mode="promise_in_bounds") == c for c in code
-        ]
+        same = [c.reshape(-1).at[winner].get(**IN_BOUNDS) == c for c in code]
         placed = is_ours & same[0] & same[1]
         leader = jnp.where(placed, winner, leader)
         claimed = jnp.where(placed & (winner == turn), slot, claimed)
