@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import jitted
 from ..config import CLOCK_LIMIT, CacheConfig
-from ..jitted import compact_clock
 from ..ops.allocate import alloc_pages, free_pages, page_table
 from ..ops.insert import insert
 from ..ops.lock import dec_lock_ref, inc_lock_ref
@@ -51,6 +51,7 @@ def replay(
     capacity_pages: int,
     batch: int = 64,
     measure_from: float = 0.0,
+    reserved_pages: int = 0,
     on_progress: Callable[[ReplayProgress], None] | None = None,
 ) -> ReplayResult:
     """Replay every request of a workload, in order.
@@ -60,13 +61,15 @@ def replay(
       capacity_pages: pages of the pool; 0 means one for every page of the workload.
       batch: requests a device call; it changes speed only.
       measure_from: fraction of the requests that only warm the cache.
+      reserved_pages: pages of the pool that the replay never gets. A pool of 1,000
+        with 900 reserved hits as one of 100 does, and needs no compilation of its own.
       on_progress: called after each device call.
 
     Returns:
       A `ReplayResult`.
 
     Raises:
-      ValueError: `capacity_pages` or `batch` is out of range.
+      ValueError: `capacity_pages`, `batch` or `reserved_pages` is out of range.
       RuntimeError: the cache met trouble that a replay should never meet.
     """
     lengths = np.diff(workload.page_offsets).astype(np.int32)
@@ -82,23 +85,28 @@ def replay(
         max_prefix_pages=widths[-1],
         max_live_receipts=1,
     )
+    if not 0 <= reserved_pages < config.num_pages:
+        raise ValueError(
+            f"reserved_pages={reserved_pages} of a pool of {config.num_pages}; wanted "
+            "at least 0 and less than the pool. What is left serves the requests."
+        )
     tokens = _padded_tokens(workload, widths[-1])
     chunks = _chunks(workload, lengths, batch)
-    run = jax.jit(functools.partial(_replay_chunk, widths=widths), donate_argnums=0)
     started = time.perf_counter()
     nothing = jax.tree.map(np.zeros_like, chunks[0]) if chunks else None
     if nothing is not None:  # requests of no pages: compiles and changes nothing
-        jax.block_until_ready(run(init(config), tokens, nothing))
+        warm, _ = _replay_chunk(init(config), tokens, nothing, widths=widths)
+        jax.block_until_ready(warm)
     compile_s = time.perf_counter() - started
 
-    cache, outcomes, clock = jax.block_until_ready(init(config)), [], 0
+    cache, outcomes, clock = _start(config, reserved_pages), [], 0
     started = time.perf_counter()
     for number, chunk in enumerate(chunks):
         ticks = batch * 2 * (widths[-1] + 1)
         if clock + ticks >= CLOCK_LIMIT:
-            cache, clock = compact_clock(cache), config.num_nodes + 1
+            cache, clock = jitted.compact_clock(cache), config.num_nodes + 1
         clock += ticks
-        cache, outcome = run(cache, tokens, chunk)
+        cache, outcome = _replay_chunk(cache, tokens, chunk, widths=widths)
         outcomes.append(outcome)
         if on_progress is not None:
             done = min((number + 1) * batch, workload.num_requests)
@@ -119,6 +127,15 @@ def replay(
         compile_s=compile_s,
         cache=cache,
     )
+
+
+def _start(config: CacheConfig, reserved_pages: int) -> CacheState:
+    """Build an empty cache; a request that never ends owns the reserved pages."""
+    cache = init(config)
+    if reserved_pages:
+        wanted = np.int32(reserved_pages)  # traced, so that one program serves all
+        cache, _ = jitted.alloc_pages(cache, wanted, max_new=config.num_pages)
+    return jax.block_until_ready(cache)
 
 
 def _widths(longest: int) -> tuple[int, ...]:
@@ -152,6 +169,7 @@ def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
     ]
 
 
+@functools.partial(jax.jit, static_argnames="widths", donate_argnums=0)
 def _replay_chunk(cache: CacheState, tokens, chunk: _Requests, *, widths):
     """Scan the step over a chunk; returns the cache and [requests, 3] outcomes."""
     steps = [functools.partial(_replay_one, tokens=tokens, width=w) for w in widths]
