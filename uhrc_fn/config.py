@@ -73,8 +73,8 @@ class CacheConfig:
     components: tuple = FULL_ONLY
     page_size: int = 1
     num_pages: int = 1024
-    num_nodes: int | None = None
-    max_prefix_pages: int | None = None
+    num_nodes: int = None  # pyright: ignore[reportAssignmentType]
+    max_prefix_pages: int = None  # pyright: ignore[reportAssignmentType]
     num_swa_pages: int = 0
     sliding_window_size: int = 0
     num_recurrent_slots: int = 0
@@ -139,12 +139,12 @@ class CacheConfig:
     @property
     def plan_size(self) -> int:
         """Victims that one selection prepares, never more than there are nodes."""
-        return min(self.victim_plan_size, self.num_nodes or 1)
+        return min(self.victim_plan_size, self.num_nodes)
 
     @property
     def num_buckets(self) -> int:
         """Buckets of the children table, a power of two."""
-        wanted = max(-(-(self.num_nodes or 0) // MEAN_BUCKET_LOAD), BUCKETS_PER_ROW)
+        wanted = max(-(-self.num_nodes // MEAN_BUCKET_LOAD), BUCKETS_PER_ROW)
         return 1 << math.ceil(math.log2(wanted))
 
 

@@ -6,6 +6,8 @@ may carry leading batch axes. Scalars of a result share one vector, since each a
 that a jitted call returns costs dispatch time; they are read as attributes.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -13,19 +15,24 @@ from jaxtyping import Array, Bool, Int32
 
 from .config import NUM_COMPONENTS
 
+# What the host may hand over: a JAX array, a NumPy array or a NumPy scalar.
+HostArray = Any
+
 NO_NAMESPACE = np.zeros(4, np.int32)
 
 
 class RadixKey(eqx.Module):
     """A prompt as pages: `radix_key` builds one on the host."""
 
-    token_ids: Int32[Array, " *batch tokens"]
+    token_ids: Int32[HostArray, " *batch tokens"]
     """Ids in [0, 2^31), padded to whole pages; its shape is the static page count."""
-    length: Int32[Array, " *batch"]
+    length: Int32[HostArray, " *batch"]
     """Tokens of the prompt that `token_ids` holds."""
-    namespace: Int32[Array, " *batch 4"] = eqx.field(default_factory=NO_NAMESPACE.copy)
+    namespace: Int32[HostArray, " *batch 4"] = eqx.field(
+        default_factory=NO_NAMESPACE.copy
+    )
     """Digest of (extra_key, cache_salt); zeros for neither."""
-    is_truncated: Bool[Array, " *batch"] = eqx.field(
+    is_truncated: Bool[HostArray, " *batch"] = eqx.field(
         default_factory=lambda: np.zeros((), bool)
     )
     """Whether the prompt went on past `max_prefix_pages`."""
@@ -132,14 +139,14 @@ class InsertParams(eqx.Module):
     """What to insert; entries of `value` past the key's whole pages are ignored."""
 
     key: RadixKey
-    value: Int32[Array, " *batch pages"]
+    value: Int32[HostArray, " *batch pages"]
     """FULL page of each page of the key."""
-    prev_prefix_len: Int32[Array, " *batch"] | int = 0
+    prev_prefix_len: Int32[HostArray, " *batch"] | int = 0
     """Tokens at the front that the request already shares with the tree."""
-    swa_value: Int32[Array, " *batch pages"] | None = None
-    swa_evicted_seqlen: Int32[Array, " *batch"] | None = None
-    recurrent_value: Int32[Array, " *batch"] | None = None
-    recurrent_length: Int32[Array, " *batch"] | None = None
+    swa_value: Int32[HostArray, " *batch pages"] | None = None
+    swa_evicted_seqlen: Int32[HostArray, " *batch"] | None = None
+    recurrent_value: Int32[HostArray, " *batch"] | None = None
+    recurrent_length: Int32[HostArray, " *batch"] | None = None
 
 
 class InsertResult(_Scalars):
@@ -191,15 +198,16 @@ class InsertResult(_Scalars):
 
     def _flags(self, start):
         bits = start + np.arange(NUM_COMPONENTS, dtype=np.int32)
+        bits = bits.reshape((1,) * self.page_flags.ndim + (-1,))
         return (self.page_flags[..., None] >> bits) & 1 != 0
 
 
 class EvictParams(eqx.Module):
     """How much to free at least, by component; rounded up to pages."""
 
-    num_tokens: Int32[Array, ""] | int = 0
-    swa_num_tokens: Int32[Array, ""] | int = 0
-    recurrent_num: Int32[Array, ""] | int = 0
+    num_tokens: Int32[HostArray, ""] | int = 0
+    swa_num_tokens: Int32[HostArray, ""] | int = 0
+    recurrent_num: Int32[HostArray, ""] | int = 0
     dp_rank: int | None = eqx.field(default=None, static=True)
     """For shells that hold one tree a rank; a single tree ignores it (static)."""
 

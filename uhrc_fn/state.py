@@ -135,7 +135,7 @@ class CacheState(eqx.Module):
 def ring_capacity(config: CacheConfig, ring: Ring) -> int:
     """Entries that `ring` can hold."""
     sizes = (*config.capacities, config.num_nodes, config.max_live_receipts)
-    return sizes[ring]  # type: ignore[return-value]
+    return sizes[ring]
 
 
 def ring_offset(config: CacheConfig, ring: Ring) -> int:

@@ -7,6 +7,7 @@ row in `REGISTRY`.
 
 import abc
 
+import jax
 import jax.numpy as jnp
 
 from ..config import CacheConfig, ComponentType
@@ -50,7 +51,7 @@ class Component(abc.ABC):
         return self.config.page_size if self.entry_is_page else 1
 
     @abc.abstractmethod
-    def accepts(self, value):
+    def accepts(self, value) -> jax.Array:
         """Which boundaries this component can serve.
 
         Args:
@@ -61,7 +62,7 @@ class Component(abc.ABC):
         """
 
     @abc.abstractmethod
-    def refreshes(self, page, hit_pages, value):
+    def refreshes(self, page, hit_pages, value) -> jax.Array:
         """Which pages a hit of `hit_pages` refreshes.
 
         Args:
@@ -74,7 +75,7 @@ class Component(abc.ABC):
         """
 
     @abc.abstractmethod
-    def locks(self, page, num_pages):
+    def locks(self, page, num_pages) -> jax.Array:
         """Which pages a lock on an anchor of `num_pages` holds, by position.
 
         Tombstones are counted too, so that a value that appears under a lock is

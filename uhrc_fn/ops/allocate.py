@@ -74,7 +74,7 @@ def alloc_pages_batch(
     room = num_free + cache.evictable[ComponentType.FULL]
     given = _admit(wanted, room, partial)
     total = jnp.sum(given, dtype=jnp.int32)
-    bound = min(config.num_nodes, max_new * wanted.shape[0])  # type: ignore[type-var]
+    bound = min(config.num_nodes, max_new * wanted.shape[0])
     cache, _ = evict_full(cache, jnp.maximum(total - num_free, 0), bound)
 
     lane = page_index(max_new)

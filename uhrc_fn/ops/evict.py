@@ -132,7 +132,7 @@ def _take_planned(cache: CacheState, need, bound: int):
     config = cache.config
     full = component_rules(config)[0]
     size = config.plan_size
-    window = min(size, 2 * bound)
+    window = min(size, bound)
     data = cache.tree.fields
 
     def look(plan, head, limit):

@@ -7,6 +7,7 @@ space and never gives a wrong hit, and mixing may be cheap.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,21 @@ def _splitmix(seed: int, count: int) -> np.ndarray:
     return words
 
 
+class _Constants(NamedTuple):
+    """Constants of one seed: of the page hash, then of the chain."""
+
+    weights: np.ndarray  # [page_size]
+    lanes: int
+    salt: np.ndarray  # [lanes]
+    fold: np.ndarray  # [2, lanes]
+    bases: list[int]
+    namespace: np.ndarray  # [2, 4]
+    start: np.ndarray  # [2]
+
+
 @functools.lru_cache(maxsize=64)
-def _constants(seed: int, page_size: int):
-    """Odd weights of the page hash, lane and chain constants of one seed."""
+def _constants(seed: int, page_size: int) -> _Constants:
+    """Draw the constants; all multipliers are odd."""
     words = _splitmix(seed, page_size + 64)
     weights, rest = words[:page_size] | 1, words[page_size:]
     lanes = _LANES if page_size % _LANES == 0 else page_size
@@ -44,8 +57,7 @@ def _constants(seed: int, page_size: int):
     fold = np.stack([_splitmix(int(w), lanes) | 1 for w in rest[8:10]])
     bases = [int(w) | 1 for w in rest[10:12]]
     namespace = np.stack([rest[16:20] | 1, rest[20:24] | 1])
-    start = rest[24:26]
-    return weights, lanes, salt, fold, bases, namespace, start
+    return _Constants(weights, lanes, salt, fold, bases, namespace, rest[24:26])
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,15 +124,14 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
       ``(bucket, fingerprint)``, int32 [requests, pages] each.
     """
     constants = _constants(config.hash_seed, config.page_size)
-    bases, namespace_weights, start = constants[4:]
     space = _mix(namespace.astype(jnp.uint32) + _MIX2)
     words = []
     for j, h in enumerate(page_hashes(tokens, config)):
-        up, down = _powers(bases[j], tokens.shape[-2])
+        up, down = _powers(constants.bases[j], tokens.shape[-2])
         # Word by word, not as a reduction: this is one scalar a request.
         seed = sum(
-            (space[:, k] * namespace_weights[j][k] for k in range(NAMESPACE_WORDS)),
-            start=start[j],
+            (space[:, k] * constants.namespace[j, k] for k in range(NAMESPACE_WORDS)),
+            start=constants.start[j],
         )
         # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
         total = _prefix_sum(h * _like(down, 2)) + seed[:, None]

@@ -93,14 +93,17 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
         r.type: jnp.where(in_run, value, NULL)
         for r, value in zip(rules, read, strict=True)
     }
-    deepest, joint = {}, None
+    deepest = {}
+    joint = jnp.ones_like(in_run)
     for r in rules:
         deepest[r.type] = run
         if r.has_tombstones:
             accepted = r.accepts(values[r.type]) & in_run
             deepest[r.type] = jnp.max(jnp.where(accepted, depth, 0), -1)
-            joint = accepted if joint is None else joint & accepted
-    hit = run if joint is None else jnp.max(jnp.where(joint, depth, 0), -1)
+            joint = joint & accepted
+    hit = run
+    if any(r.has_tombstones for r in rules):
+        hit = jnp.max(jnp.where(joint, depth, 0), -1)
     anchor, generation, slot, num_bad = _at_hit(
         depth == hit[:, None], pages.node, generation, values, bad_token
     )

@@ -21,7 +21,7 @@ from ..ops.allocate import alloc_pages, free_pages, page_table
 from ..ops.insert import insert
 from ..ops.lock import dec_lock_ref, inc_lock_ref
 from ..ops.match import match_prefix
-from ..params import NO_NAMESPACE, InsertParams, MatchPrefixParams, RadixKey
+from ..params import NO_NAMESPACE, HostArray, InsertParams, MatchPrefixParams, RadixKey
 from ..state import CacheState, init
 from ..status import Status, describe
 from .ideal import prefix_nodes
@@ -40,9 +40,9 @@ _HARMLESS = Status.TABLE_FULL | Status.CLOCK_HIGH
 class _Requests(NamedTuple):
     """A chunk of requests, one row each."""
 
-    start: jax.Array  # first key token
-    num_pages: jax.Array
-    namespace: jax.Array  # [requests, 4]
+    start: HostArray  # first key token
+    num_pages: HostArray
+    namespace: HostArray  # [requests, 4]
 
 
 def replay(
@@ -197,9 +197,9 @@ def _replay_one(cache: CacheState, request: _Requests, *, tokens, width: int):
     hit = match.hit_length // size
     num_free = cache.num_free[0]
     most = min(width, cache.config.num_pages)
-    cache, alloc = alloc_pages(
-        cache, request.num_pages - hit, max_new=most, partial=True
-    )
+    # A request that outgrows the whole pool asks for all of it.
+    wanted = jnp.minimum(request.num_pages - hit, most)
+    cache, alloc = alloc_pages(cache, wanted, max_new=most, partial=True)
     pages = page_table(match, alloc)
     held = hit + alloc.count
     params = InsertParams(
