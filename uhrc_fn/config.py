@@ -254,7 +254,7 @@ def _validate_recurrent(c: CacheConfig, require) -> None:
     )
     interval = c.recurrent_track_interval
     require(
-        _is_int(interval) and interval > 0 and interval % c.page_size == 0,
+        isinstance(interval, int) and interval > 0 and interval % c.page_size == 0,
         f"recurrent_track_interval={interval!r} with page_size={c.page_size}",
         "a positive multiple of page_size",
         "Round the interval up to whole pages.",

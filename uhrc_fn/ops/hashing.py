@@ -129,10 +129,9 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
     for j, h in enumerate(page_hashes(tokens, config)):
         up, down = _powers(constants.bases[j], tokens.shape[-2])
         # Word by word, not as a reduction: this is one scalar a request.
-        seed = sum(
-            (space[:, k] * constants.namespace[j, k] for k in range(NAMESPACE_WORDS)),
-            start=constants.start[j],
-        )
+        seed = space[:, 0] * constants.namespace[j, 0] + constants.start[j]
+        for k in range(1, NAMESPACE_WORDS):
+            seed = seed + space[:, k] * constants.namespace[j, k]
         # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
         total = _prefix_sum(h * _like(down, 2)) + seed[:, None]
         words.append(_mix(total * _like(up, 2)))
