@@ -199,6 +199,7 @@ class InsertResult(_Scalars):
     def _flags(self, start):
         bits = start + np.arange(NUM_COMPONENTS, dtype=np.int32)
         bits = bits.reshape((1,) * self.page_flags.ndim + (-1,))
+        bits = bits.reshape((1,) * self.page_flags.ndim + (NUM_COMPONENTS,))
         return (self.page_flags[..., None] >> bits) & 1 != 0
 
 
