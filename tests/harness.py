@@ -7,6 +7,7 @@ once for a config. `check` accounts for every page and asks `check_invariants`.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from uhrc_fn import (
@@ -27,8 +28,14 @@ from uhrc_fn.tree_arrays import NULL
 
 EVERYTHING = np.int32(2**31 - 1)
 
-SMALL = CacheConfig(page_size=2, num_pages=16, max_prefix_pages=6, max_live_receipts=4)
-"""The config that most tests share, to compile little."""
+SMALL = CacheConfig(
+    page_size=2, num_pages=16, num_nodes=17, max_prefix_pages=6, max_live_receipts=4
+)
+"""The config that most tests share, to compile little.
+
+The one node more than pages makes a bad page id the reason of a cut in a full tree too,
+where a missing node would be as good a reason.
+"""
 
 ONE_TOKEN = CacheConfig(page_size=1, num_pages=24, max_prefix_pages=16)
 """One token a page: what a tree of token edges does, this does."""
@@ -79,8 +86,9 @@ def node_keys(cache) -> dict[int, tuple]:
 
 def with_counter(cache, counter: int, value):
     """Forge one counter."""
-    counters = cache.counters.at[counter].set(value)
-    return dataclasses.replace(cache, counters=counters)
+    counters = np.array(cache.counters)
+    counters[counter] = value
+    return dataclasses.replace(cache, counters=jnp.asarray(counters))
 
 
 def canonical(cache) -> dict:
@@ -134,7 +142,7 @@ class Harness:
     @property
     def size(self) -> int:
         """Tokens in the tree."""
-        return self.evictable + self.protected
+        return len(tree_pages(self.cache)) * self.config.page_size
 
     @property
     def evictable(self) -> int:
@@ -156,6 +164,10 @@ class Harness:
         pages = self.config.max_prefix_pages
         return radix_key(tokens, self.config, num_pages=pages, **names)
 
+    def snapshot(self):
+        """Every leaf of the state, on the host."""
+        return numpy(self.cache)
+
     def take_status(self) -> Status:
         """The status bits since the last call."""
         status = Status(int(self.cache.status))
@@ -163,14 +175,18 @@ class Harness:
         return status
 
     def check(self) -> None:
+        """What every operation ends with."""
+        if self.is_checked:
+            self.check_now()
+
+    def check_now(self) -> None:
         """Account for every page; then every invariant."""
-        if not self.is_checked:
-            return
-        tree = tree_pages(self.cache)
-        pages = [*self.free, *tree, *self.held]
+        host = self.snapshot()
+        tree = tree_pages(host)
+        pages = [*ring_ids(host, Ring.FULL), *tree, *self.held]
         assert sorted(pages) == list(range(1, self.config.num_pages + 1))
-        assert self.size == len(tree) * self.config.page_size
-        check_invariants(self.cache, {"pages": [sorted(self.held)]})
+        assert int(host.evictable[0] + host.protected[0]) == len(tree)
+        check_invariants(host, {"pages": [sorted(self.held)]})
 
     # Operations on one request.
 
@@ -224,10 +240,10 @@ class Harness:
         self.check()
         return result
 
-    def evict(self, num_tokens=EVERYTHING) -> int:
+    def evict(self, num_tokens=EVERYTHING, max_victims: int | None = None) -> int:
         """Evict; returns the tokens freed."""
         params = EvictParams(num_tokens=np.int32(num_tokens))
-        self.cache, result = jitted.evict(self.cache, params)
+        self.cache, result = jitted.evict(self.cache, params, max_victims=max_victims)
         self.check()
         return int(result.num_tokens_evicted)
 
