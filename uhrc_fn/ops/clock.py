@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from ..components import component_rules
 from ..state import CacheState, Counter
 from ..status import Status
+from ..tree_arrays import fence, num_rows, row_of, settle
 
 
 def compact_clock(cache: CacheState) -> CacheState:
@@ -22,20 +24,23 @@ def compact_clock(cache: CacheState) -> CacheState:
       The cache; every order of eviction is what it was.
     """
     tree = cache.tree
-    fields = tree.by_field
-    nodes = fields.shape[1]
+    fields = tree.fields
+    nodes = num_rows(fields)
     for r in component_rules(cache.config):
-        stamp = fields[r.stamp_field]
+        stamp = row_of(fields, r.stamp_field)
         order = jnp.argsort(stamp, stable=True)
         rank = (
             jnp.zeros((nodes,), jnp.int32)
             .at[order]
             .set(jnp.arange(nodes, dtype=jnp.int32), unique_indices=True)
         )
-        fields = fields.at[r.stamp_field].set(jnp.where(stamp < 0, stamp, rank))
+        stamp, fields = fence(jnp.where(stamp < 0, stamp, rank), fields)
+        start = r.stamp_field * nodes
+        fields = jax.lax.dynamic_update_slice(fields, stamp, (start,))
     counters = cache.counters.at[int(Counter.CLOCK)].set(nodes)
     counters = counters.at[int(Counter.PLAN_LIMIT)].set(-1)
     status = counters[Counter.STATUS] & ~int(Status.CLOCK_HIGH)
     counters = counters.at[int(Counter.STATUS)].set(status)
-    tree = dataclasses.replace(tree, fields=fields.reshape(-1))
-    return dataclasses.replace(cache, tree=tree, counters=counters)
+    tree = dataclasses.replace(tree, fields=fields)
+    cache = dataclasses.replace(cache, tree=tree, counters=counters)
+    return settle(cache, ())[0]
