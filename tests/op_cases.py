@@ -57,11 +57,11 @@ def op_cases(config: CacheConfig, pages: int, batch: int) -> dict[str, OpCase]:
     matches = zeros(jax.eval_shape(uhrc_fn.peek_prefix_len_batch, cache, keys))
     receipt = zeros(jax.eval_shape(uhrc_fn.inc_lock_ref, cache, match)[1])
     receipts = zeros(jax.eval_shape(uhrc_fn.inc_lock_ref_batch, cache, matches)[1])
-    ids, zero = np.zeros(pages, np.int32), np.int32(0)
-    insert = InsertParams(key=key, value=ids, prev_prefix_len=zero)
+    ids = np.arange(1, pages + 1, dtype=np.int32)
+    insert = InsertParams(key=key, value=ids, prev_prefix_len=np.int32(0))
     inserts = InsertParams(
         key=keys,
-        value=np.zeros((batch, pages), np.int32),
+        value=np.stack([ids] * batch),
         prev_prefix_len=np.zeros(batch, np.int32),
     )
     evict = functools.wraps(uhrc_fn.evict)(
@@ -73,7 +73,7 @@ def op_cases(config: CacheConfig, pages: int, batch: int) -> dict[str, OpCase]:
     alloc_batch = functools.wraps(uhrc_fn.alloc_pages_batch)(
         functools.partial(uhrc_fn.alloc_pages_batch, max_new=pages)
     )
-    wanted = EvictParams(num_tokens=zero)
+    wanted = EvictParams(num_tokens=np.int32(2 * config.page_size))
     cases = {
         "match": (uhrc_fn.match_prefix, MatchPrefixParams(key=key)),
         "match_batch": (uhrc_fn.match_prefix_batch, MatchPrefixParams(key=keys)),
@@ -87,8 +87,8 @@ def op_cases(config: CacheConfig, pages: int, batch: int) -> dict[str, OpCase]:
         "insert_batch": (uhrc_fn.insert_batch, inserts),
         "evict": (evict, wanted),
         "evict_any_number": (uhrc_fn.evict, wanted),
-        "alloc": (alloc, zero),
-        "alloc_batch": (alloc_batch, np.zeros(batch, np.int32)),
+        "alloc": (alloc, np.int32(2)),
+        "alloc_batch": (alloc_batch, np.ones(batch, np.int32)),
         "free": (uhrc_fn.free_pages, ids),
         "compact_clock": (uhrc_fn.compact_clock,),
         "reset": (uhrc_fn.reset,),
