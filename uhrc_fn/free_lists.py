@@ -23,19 +23,25 @@ def front(free_ids, counters, config: CacheConfig, ring: Ring, rank):
     return free_ids.at[ring_offset(config, ring) + place].get(mode="clip")
 
 
+def back(counters, config: CacheConfig, ring: Ring, rank):
+    """Places in `free_ids`, `rank` behind the end of `ring`."""
+    capacity = ring_capacity(config, ring)
+    place = counters[Counter.RING_HEAD + ring] + counters[Counter.RING_SIZE + ring]
+    place = place + rank
+    place = jnp.where(place >= 2 * capacity, place - capacity, place)
+    place = jnp.where(place >= capacity, place - capacity, place)
+    return ring_offset(config, ring) + place
+
+
 def push(free_ids, counters, config: CacheConfig, ring: Ring, ids, is_given):
     """Write the `ids` where `is_given` behind the end of `ring`, in order.
 
     Returns:
       ``(free_ids, count)``; advance the counters by `given`.
     """
-    capacity = ring_capacity(config, ring)
     rank = jnp.cumsum(is_given, dtype=jnp.int32) - 1
-    place = counters[Counter.RING_HEAD + ring] + counters[Counter.RING_SIZE + ring]
-    place = place + rank
-    place = jnp.where(place >= 2 * capacity, place - capacity, place)
-    place = jnp.where(place >= capacity, place - capacity, place)
-    place = jnp.where(is_given, ring_offset(config, ring) + place, free_ids.shape[0])
+    place = back(counters, config, ring, rank)
+    place = jnp.where(is_given, place, free_ids.shape[0])
     return free_ids.at[place].set(ids, **DROP), jnp.sum(is_given, dtype=jnp.int32)
 
 

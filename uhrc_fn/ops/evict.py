@@ -133,50 +133,54 @@ def _take_planned(cache: CacheState, need, bound: int):
     full = component_rules(config)[0]
     size = config.plan_size
     window = min(size, bound)
-    data = cache.tree.fields
+    fields = cache.tree.fields
 
     def look(plan, head, limit):
+        """The next window of the plan: where it starts, its nodes, which are due."""
         start = jnp.minimum(head, size - window)
         entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
         node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
         safe = jnp.maximum(node, ROOT)
         is_next = start + jnp.arange(window, dtype=jnp.int32) >= head
-        same = take(data, full.stamp_field, safe) == stamp
-        free = take(data, full.lock_field, safe) == 0
+        same = take(fields, full.stamp_field, safe) == stamp
+        free = take(fields, full.lock_field, safe) == 0
         valid = is_next & (node != NULL) & same & free & (stamp <= limit)
         return start, node, valid
 
-    head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
-    _, _, valid = look(cache.victim_plan, head, limit)
-    enough = jnp.sum(valid, dtype=jnp.int32) >= need
-
-    def keep(plan):
-        return plan, head, limit
-
-    def refill(plan):
-        del plan
-        stamps, nodes = _select_lowest(_evictable(data, config), size)
+    def refill():
+        stamps, nodes = _select_lowest(_evictable(fields, config), size)
         is_real = stamps < jnp.iinfo(jnp.int32).max
         stamps = jnp.where(is_real, stamps, NULL)
         # Where fewer remain than fit, everything unlocked up to now is in the plan.
         now = cache.counters[Counter.CLOCK] - 1
-        last = jnp.where(is_real[-1], stamps[-1], now)
-        return jnp.stack([jnp.where(is_real, nodes, NULL), stamps]), jnp.int32(0), last
+        limit = jnp.where(is_real[-1], stamps[-1], now)
+        plan = jnp.stack([jnp.where(is_real, nodes, NULL), stamps])
+        start = jnp.zeros_like(head)
+        return plan, start, limit, *look(plan, start, limit)
 
-    plan, new_head, new_limit = jax.lax.cond(enough, keep, refill, cache.victim_plan)
-    (start, node, valid) = look(plan, new_head, new_limit)
+    plan = cache.victim_plan
+    head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
+    seen = look(plan, head, limit)
+    enough = jnp.sum(seen[2], dtype=jnp.int32) >= need
+    plan, head, limit, start, node, valid = jax.lax.cond(
+        enough, lambda: (plan, head, limit, *seen), refill
+    )
     rank = jnp.cumsum(valid, dtype=jnp.int32)
     victim = valid & (rank <= need)
     # What was skipped on the way is restamped, or locked: an unlock of such a node
     # lowers the limit, so it cannot be missed.
     ends = jnp.where(victim, start + jnp.arange(window, dtype=jnp.int32) + 1, 0)
-    next_head = jnp.maximum(new_head, jnp.max(ends))
-    (victim, node, next_head, new_limit, plan), data, counters = fence(
-        (victim, node, next_head, new_limit, plan), data, cache.counters
+    head = jnp.maximum(head, jnp.max(ends))
+    reads, fields, counters = fence(
+        (victim, node, head, limit, plan), fields, cache.counters
     )
-    counters = counters.at[int(Counter.PLAN_HEAD)].set(next_head)
-    counters = counters.at[int(Counter.PLAN_LIMIT)].set(new_limit)
-    tree = dataclasses.replace(cache.tree, fields=data)
+    victim, node, head, limit, plan = reads
+    counters = bump(
+        counters,
+        plan_head=head - counters[Counter.PLAN_HEAD],
+        plan_limit=limit - counters[Counter.PLAN_LIMIT],
+    )
+    tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
     return cache, jnp.where(victim, node, NULL)
 
@@ -208,12 +212,14 @@ def _remove(cache: CacheState, nodes):
     owner = cache.owner.at[jnp.where(is_victim, place, cache.owner.shape[0])].set(
         int(Owner.FREE), **DROP
     )
-    free_ids, count = free_lists.push(
-        cache.free_ids, cache.counters, config, Ring.FULL, page, is_victim
-    )
-    free_ids, _ = free_lists.push(
-        free_ids, cache.counters, config, Ring.NODES, nodes, is_victim
-    )
+    rank = jnp.cumsum(is_victim, dtype=jnp.int32) - 1
+    count = jnp.sum(is_victim, dtype=jnp.int32)
+    back = [
+        free_lists.back(cache.counters, config, ring, rank)
+        for ring in (Ring.FULL, Ring.NODES)
+    ]
+    back = jnp.where(is_victim[None], jnp.stack(back), cache.free_ids.shape[0])
+    free_ids = cache.free_ids.at[back].set(jnp.stack([page, nodes]), **DROP)
     counters = bump(
         cache.counters,
         evictable__0=-count,

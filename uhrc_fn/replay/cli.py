@@ -64,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--batch",
         type=positive,
-        default=64,
+        default=512,
         metavar="N",
-        help="requests per device call; changes speed only (default 64)",
+        help="requests per device call; changes speed only (default 512)",
     )
     add("--json", metavar="PATH", help="write the figures as JSON ('-': stdout)")
     add("--plot", metavar="PATH", help="draw the hit ratio (.png, .svg, .pdf)")

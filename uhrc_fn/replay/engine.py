@@ -28,9 +28,9 @@ from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
 from .workload import Workload
 
-# Each compiled length is this many times the next shorter one.
-_LENGTH_STEP = 4
-_MAX_LENGTHS = 3
+# Static lengths are compiled from the longest request downwards, each so many times
+# shorter than the last. A long trace is worth more compilation than a short one.
+_LONG_TRACE = 4096
 _SHORTEST = 16
 
 # Bits that a replay may meet and go on: the key was cut, or the clock wants winding.
@@ -49,7 +49,7 @@ def replay(
     workload: Workload,
     *,
     capacity_pages: int,
-    batch: int = 64,
+    batch: int = 512,
     measure_from: float = 0.0,
     reserved_pages: int = 0,
     on_progress: Callable[[ReplayProgress], None] | None = None,
@@ -78,7 +78,7 @@ def replay(
             f"capacity_pages={capacity_pages}, batch={batch}; wanted a capacity of at "
             "least 0 (0 is enough for everything) and a batch of at least 1."
         )
-    widths = _widths(int(lengths.max(initial=1)))
+    widths = _widths(int(lengths.max(initial=1)), workload.num_requests)
     config = CacheConfig(
         page_size=workload.page_size,
         num_pages=capacity_pages or max(prefix_nodes(workload).num_nodes, 1),
@@ -138,11 +138,12 @@ def _start(config: CacheConfig, reserved_pages: int) -> CacheState:
     return jax.block_until_ready(cache)
 
 
-def _widths(longest: int) -> tuple[int, ...]:
+def _widths(longest: int, num_requests: int) -> tuple[int, ...]:
     """Static page counts to compile, shortest first."""
+    step, count = (2, 5) if num_requests >= _LONG_TRACE else (4, 3)
     widths = [max(-(-longest // 8) * 8, 8)]
-    while len(widths) < _MAX_LENGTHS and widths[0] // _LENGTH_STEP >= _SHORTEST:
-        widths.insert(0, -(-widths[0] // _LENGTH_STEP))
+    while len(widths) < count and widths[0] // step >= _SHORTEST - 1:
+        widths.insert(0, -(-widths[0] // step))
     return tuple(widths)
 
 
