@@ -200,6 +200,8 @@ def _replay_one(cache: CacheState, request: _Requests, *, tokens, width: int):
     most = min(width, cache.config.num_pages)
     # A request that outgrows the whole pool asks for all of it.
     wanted = jnp.minimum(request.num_pages - hit, most)
+    # A request may be longer than the whole pool.
+    wanted = jnp.minimum(request.num_pages - hit, most)
     cache, alloc = alloc_pages(cache, wanted, max_new=most, partial=True)
     pages = page_table(match, alloc)
     held = hit + alloc.count
