@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from harness import SMALL, Harness
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, EvictParams, InsertParams, MatchPrefixParams
@@ -27,14 +28,17 @@ class OpCase(NamedTuple):
     def jaxpr(self, config: CacheConfig):
         return jax.make_jaxpr(self.function)(shapes(config), *self.args).jaxpr
 
-    def lower(self, config: CacheConfig, donate: bool = True):
-        donated = (0,) if donate and not self.is_read else ()
-        jitted = jax.jit(self.function, donate_argnums=donated)
-        return jitted.lower(shapes(config), *self.args)
+    def jit(self, donate: bool = True):
+        """Jit it as `uhrc_fn.jitted` does."""
+        is_read = self.function.__name__.startswith("peek")
+        return jax.jit(
+            self.function,
+            donate_argnums=0 if donate and not is_read else (),
+            keep_unused=self.function is uhrc_fn.reset,
+        )
 
-    @property
-    def is_read(self) -> bool:
-        return self.function.__name__.startswith("peek")
+    def lower(self, config: CacheConfig, donate: bool = True):
+        return self.jit(donate).lower(shapes(config), *self.args)
 
 
 def shapes(config: CacheConfig):
@@ -94,6 +98,15 @@ def op_cases(config: CacheConfig, pages: int, batch: int) -> dict[str, OpCase]:
         "reset": (uhrc_fn.reset,),
     }
     return {name: OpCase(case[0], case[1:]) for name, case in cases.items()}
+
+
+def busy_harness(*prompts) -> Harness:
+    """A tree with these prompts in it, and five pages with a request."""
+    harness = Harness(SMALL, is_checked=False)
+    for prompt in prompts:
+        harness.publish(prompt)
+    harness.alloc(5)
+    return harness
 
 
 OPS = tuple(op_cases(CacheConfig(page_size=2, num_pages=8), pages=4, batch=3))

@@ -1,0 +1,78 @@
+"""Every operation compiles for a TPU, and there too the state is updated in place.
+
+libtpu compiles for a described chip; nothing runs. It has an environment of its own
+(`make tpu-estimate` makes it), so these tests skip where it is not installed.
+"""
+
+import importlib.util
+import os
+
+import jax
+import pytest
+from op_cases import OPS, READS, op_cases, shapes
+
+from uhrc_fn import CacheConfig
+
+TOPOLOGY = "v6e:2x2x1"
+CONFIG = CacheConfig(page_size=128, num_pages=16_384, max_prefix_pages=1024)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed; pip install 'uhrc_fn[tpu]' brings it",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def chip():
+    """Where arrays live: one chip of a described topology."""
+    from jax.experimental import topologies
+
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v6e-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several test runs at once
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
+    except Exception as error:  # libtpu raises several kinds
+        pytest.skip(f"libtpu cannot describe {TOPOLOGY}: {error}")
+    return jax.sharding.SingleDeviceSharding(described.devices[0])
+
+
+def placed(tree, chip):
+    describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip)
+    return jax.tree.map(describe, tree)
+
+
+@pytest.fixture(scope="module")
+def state_bytes(chip) -> int:
+    """The state as the TPU lays it out, padding included."""
+    identity = jax.jit(lambda state: state, keep_unused=True)
+    compiled = identity.lower(placed(shapes(CONFIG), chip)).compile()
+    return compiled.memory_analysis().argument_size_in_bytes
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_operation_compiles_and_keeps_the_state_in_place(name, chip, state_bytes):
+    case = op_cases(CONFIG, pages=64, batch=8)[name]
+    args = placed((shapes(CONFIG), *jax.eval_shape(lambda: case.args)), chip)
+    memory = case.jit().lower(*args).compile().memory_analysis()
+    if name in READS:
+        assert memory.alias_size_in_bytes == 0
+        assert memory.output_size_in_bytes < state_bytes / 100
+        return
+    assert memory.alias_size_in_bytes >= state_bytes
+    undonated = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert undonated < state_bytes / 100
+
+
+def test_without_donation_nothing_is_aliased(chip):
+    case = op_cases(CONFIG, pages=64, batch=8)["match"]
+    args = placed((shapes(CONFIG), *jax.eval_shape(lambda: case.args)), chip)
+    compiled = case.jit(donate=False).lower(*args).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
