@@ -28,9 +28,10 @@ from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
 from .workload import Workload
 
-# Static lengths are compiled from the longest request downwards, each so many times
-# shorter than the last. A long trace is worth more compilation than a short one.
-_LONG_TRACE = 4096
+# Each compiled length is this many times the next shorter one. More lengths would fit
+# requests closer, but their code then falls out of the processor's caches.
+_LENGTH_STEP = 4
+_MAX_LENGTHS = 3
 _SHORTEST = 16
 
 # Bits that a replay may meet and go on: the key was cut, or the clock wants winding.
@@ -78,7 +79,7 @@ def replay(
             f"capacity_pages={capacity_pages}, batch={batch}; wanted a capacity of at "
             "least 0 (0 is enough for everything) and a batch of at least 1."
         )
-    widths = _widths(int(lengths.max(initial=1)), workload.num_requests)
+    widths = _widths(int(lengths.max(initial=1)))
     config = CacheConfig(
         page_size=workload.page_size,
         num_pages=capacity_pages or max(prefix_nodes(workload).num_nodes, 1),
@@ -138,12 +139,11 @@ def _start(config: CacheConfig, reserved_pages: int) -> CacheState:
     return jax.block_until_ready(cache)
 
 
-def _widths(longest: int, num_requests: int) -> tuple[int, ...]:
+def _widths(longest: int) -> tuple[int, ...]:
     """Static page counts to compile, shortest first."""
-    step, count = (2, 5) if num_requests >= _LONG_TRACE else (4, 3)
     widths = [max(-(-longest // 8) * 8, 8)]
-    while len(widths) < count and widths[0] // step >= _SHORTEST - 1:
-        widths.insert(0, -(-widths[0] // step))
+    while len(widths) < _MAX_LENGTHS and widths[0] // _LENGTH_STEP >= _SHORTEST - 1:
+        widths.insert(0, -(-widths[0] // _LENGTH_STEP))
     return tuple(widths)
 
 
@@ -199,8 +199,6 @@ def _replay_one(cache: CacheState, request: _Requests, *, tokens, width: int):
     num_free = cache.num_free[0]
     most = min(width, cache.config.num_pages)
     # A request that outgrows the whole pool asks for all of it.
-    wanted = jnp.minimum(request.num_pages - hit, most)
-    # A request may be longer than the whole pool.
     wanted = jnp.minimum(request.num_pages - hit, most)
     cache, alloc = alloc_pages(cache, wanted, max_new=most, partial=True)
     pages = page_table(match, alloc)
