@@ -22,6 +22,7 @@ from ours import (
     filled,
     insert_params,
     key_of,
+    on_device,
     stack,
 )
 from timing import Loop, Step
@@ -142,9 +143,12 @@ class Bench:
 
 
 def convert_lists(tokens: np.ndarray, config: Any) -> Loop:
-    """Loop that builds our keys from Python lists, one key a step."""
+    """Loop that builds our keys from Python lists on the device, one key a step."""
     lists = [row.tolist() for row in tokens[:_ROTATION]]
-    steps = [functools.partial(uhrc_fn.radix_key, row, config) for row in lists]
+    steps = [
+        functools.partial(lambda row: on_device(uhrc_fn.radix_key(row, config)), row)
+        for row in lists
+    ]
     return Loop(lambda: steps)
 
 
@@ -174,7 +178,8 @@ class Match(Bench):
         self.queries = [self.tokens[pick][:, :length] for pick in picks]
         rows = self.queries if case.batch > 1 else [query[0] for query in self.queries]
         self.arguments = [
-            (uhrc_fn.MatchPrefixParams(key=key_of(row, self.config)),) for row in rows
+            (on_device(uhrc_fn.MatchPrefixParams(key=key_of(row, self.config))),)
+            for row in rows
         ]
 
     def convert(self) -> Loop:
@@ -218,7 +223,7 @@ class Insert(Bench):
             one = case.batch == 1
             key = key_of(tokens[0] if one else tokens, self.config)
             value = value[0] if one else value
-            self.arguments.append((insert_params(key, value),))
+            self.arguments.append((on_device(insert_params(key, value)),))
 
     @property
     def base(self) -> Any:

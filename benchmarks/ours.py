@@ -39,6 +39,11 @@ def insert_params(key: uhrc_fn.RadixKey, value: np.ndarray) -> uhrc_fn.InsertPar
     return uhrc_fn.InsertParams(key=key, value=value, prev_prefix_len=shared)
 
 
+def on_device(tree: Any) -> Any:
+    """Put prepared arguments where an engine's step has them."""
+    return jax.block_until_ready(jax.device_put(tree))
+
+
 def copy(cache: Any) -> Any:
     """Copy a cache, so that the original survives the next donation."""
     return jax.block_until_ready(jax.tree.map(lambda leaf: leaf.copy(), cache))
