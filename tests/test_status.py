@@ -298,6 +298,14 @@ def test_bad_token():
         cache.cache, match = jitted.match_prefix(cache.cache, params)
         assert match.hit_length == hit
         expect(cache, Status.BAD_TOKEN)
+        pages = cache.alloc(4).ids
+        value = np.where(np.arange(6) < hit // 2, match.device_indices, pages)
+        params = InsertParams(key=bad, value=value, prev_prefix_len=np.int32(0))
+        cache.cache, result = jitted.insert(cache.cache, params)
+        assert result.inserted_len == hit
+        expect(cache, Status.BAD_TOKEN)
+        cache.check()
+        cache.free_pages(pages)
     # In the partial tail and in the padding nobody reads it.
     tokens = np.where(np.arange(12) < 8, key.token_ids, -1).astype(np.int32)
     tokens[7] = -1
