@@ -165,7 +165,8 @@ def test_B26_a_key_below_a_page_leaves_no_trace():
     cache.free_pages(pages)
     after = canonical(cache.cache)
     for changes in ("CLOCK", "FULL"):
-        before.pop(changes), after.pop(changes)
+        before.pop(changes)
+        after.pop(changes)
     assert after == before
     assert int(cache.cache.clock) == 2 * clock
 
