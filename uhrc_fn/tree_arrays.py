@@ -231,6 +231,12 @@ def put_entries(table, slot, is_kept, node, fingerprint):
     return table.at[jnp.broadcast_to(rows, columns.shape), columns].set(words, **DROP)
 
 
+def free_entries(table, slot):
+    """Free the entries of table slots; `NULL` is dropped."""
+    row, column = entry_index(slot)
+    return table.at[row, column + WAYS].set(NULL, **DROP)
+
+
 def entry_index(slot):
     """Place of the fingerprint of table `slot` as ``(row, column)``; the id is 16 on.
 

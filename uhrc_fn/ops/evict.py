@@ -10,6 +10,7 @@ complete; an unlock that frees an older node lowers it.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,8 @@ from ..tree_arrays import (
     ROOT,
     TABLE_SLOT,
     fence,
+    free_entries,
     place_of,
-    put_entries,
     put_many,
     row_of,
     settle,
@@ -96,8 +97,7 @@ def evict_full(cache: CacheState, need, bound: int):
     """
     need = jnp.minimum(need, cache.evictable[ComponentType.FULL])
     if bound <= cache.config.plan_size:
-        cache, nodes = _take_planned(cache, need, bound)
-        return _remove(cache, nodes)
+        return _remove(*_take_planned(cache, need, bound))
     return _remove_many(cache, need)
 
 
@@ -123,17 +123,39 @@ def _select_lowest(stamps, count: int):
     return stamps.at[place].get(**IN_BOUNDS), place.astype(jnp.int32)
 
 
+class _Victims(NamedTuple):
+    """Nodes to remove, in order, with what their removal must know; `NULL` between."""
+
+    node: jax.Array  # [lanes]
+    table_slot: jax.Array
+    parent: jax.Array
+    page: jax.Array
+
+
+def _victims(fields, config: CacheConfig, node) -> _Victims:
+    """Read what the removal of `node` must know."""
+    full = component_rules(config)[0]
+    names = (TABLE_SLOT, PARENT, full.value_field)
+    safe = jnp.maximum(node, ROOT)
+    reads = [jnp.where(node == NULL, NULL, take(fields, n, safe)) for n in names]
+    return _Victims(node, *reads)
+
+
 def _take_planned(cache: CacheState, need, bound: int):
     """The next `need` victims from the plan, made anew where it runs out.
 
+    Where nothing is needed, next to nothing is done: all that depends on victims is
+    read under the condition.
+
     Returns:
-      ``(cache, nodes)``: int32 [window], victims in order and `NULL` between.
+      ``(cache, victims)``, of `bound` lanes at most.
     """
     config = cache.config
     full = component_rules(config)[0]
     size = config.plan_size
     window = min(size, bound)
     fields = cache.tree.fields
+    lane = jnp.arange(window, dtype=jnp.int32)
 
     def look(plan, head, limit):
         """The next window of the plan: where it starts, its nodes, which are due."""
@@ -141,11 +163,20 @@ def _take_planned(cache: CacheState, need, bound: int):
         entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
         node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
         safe = jnp.maximum(node, ROOT)
-        is_next = start + jnp.arange(window, dtype=jnp.int32) >= head
         same = take(fields, full.stamp_field, safe) == stamp
         free = take(fields, full.lock_field, safe) == 0
-        valid = is_next & (node != NULL) & same & free & (stamp <= limit)
-        return start, node, valid
+        is_next = (start + lane >= head) & (node != NULL) & (stamp <= limit)
+        return start, node, is_next & same & free
+
+    def choose(plan, head, limit, start, node, valid):
+        rank = jnp.cumsum(valid, dtype=jnp.int32)
+        victim = valid & (rank <= need)
+        # What is skipped on the way is restamped, or locked: an unlock of such a node
+        # lowers the limit, so it cannot be missed.
+        ends = jnp.where(victim, start + lane + 1, 0)
+        head = jnp.maximum(head, jnp.max(ends))
+        victims = _victims(fields, config, jnp.where(victim, node, NULL))
+        return plan, head, limit, victims
 
     def refill():
         stamps, nodes = _select_lowest(_evictable(fields, config), size)
@@ -156,25 +187,21 @@ def _take_planned(cache: CacheState, need, bound: int):
         limit = jnp.where(is_real[-1], stamps[-1], now)
         plan = jnp.stack([jnp.where(is_real, nodes, NULL), stamps])
         start = jnp.zeros_like(head)
-        return plan, start, limit, *look(plan, start, limit)
+        return choose(plan, start, limit, *look(plan, start, limit))
+
+    def nobody():
+        none = jnp.full_like(seen[1], NULL)
+        return plan, head, limit, _Victims(none, none, none, none)
 
     plan = cache.victim_plan
     head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
     seen = look(plan, head, limit)
     enough = jnp.sum(seen[2], dtype=jnp.int32) >= need
-    plan, head, limit, start, node, valid = jax.lax.cond(
-        enough, lambda: (plan, head, limit, *seen), refill
-    )
-    rank = jnp.cumsum(valid, dtype=jnp.int32)
-    victim = valid & (rank <= need)
-    # What was skipped on the way is restamped, or locked: an unlock of such a node
-    # lowers the limit, so it cannot be missed.
-    ends = jnp.where(victim, start + jnp.arange(window, dtype=jnp.int32) + 1, 0)
-    head = jnp.maximum(head, jnp.max(ends))
-    reads, fields, counters = fence(
-        (victim, node, head, limit, plan), fields, cache.counters
-    )
-    victim, node, head, limit, plan = reads
+    which = jnp.where(need <= 0, 0, jnp.where(enough, 1, 2))
+    branches = (nobody, lambda: choose(plan, head, limit, *seen), refill)
+    chosen = jax.lax.switch(which, branches)
+    chosen, fields, counters = fence(chosen, fields, cache.counters)
+    plan, head, limit, victims = chosen
     counters = bump(
         counters,
         plan_head=head - counters[Counter.PLAN_HEAD],
@@ -182,36 +209,27 @@ def _take_planned(cache: CacheState, need, bound: int):
     )
     tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
-    return cache, jnp.where(victim, node, NULL)
+    return cache, victims
 
 
-def _remove(cache: CacheState, nodes):
-    """Remove victims, node and all; `nodes` is int32 [lanes], `NULL` for none.
+def _remove(cache: CacheState, victims: _Victims):
+    """Remove victims, node and all.
 
     Returns:
       ``(cache, pages freed)``.
     """
     config, tree = cache.config, cache.tree
-    is_victim = nodes != NULL
-    safe = jnp.maximum(nodes, ROOT)
+    nodes, slot, parent, page = victims
     full = component_rules(config)[0]
-    names = (TABLE_SLOT, PARENT, full.value_field)
-    reads = [take(tree.fields, name, safe) for name in names]
-    reads, fields = fence(reads, tree.fields)
-    slot, parent = (jnp.where(is_victim, x, NULL) for x in reads[:2])
-    page = reads[2]
-    none = jnp.zeros_like(is_victim)
-    table = put_entries(tree.table, slot, none, nodes, nodes)
-    place = place_of(fields, NUM_CHILDREN, parent)
-    fields = fields.at[place].add(-1, **DROP)
+    table = free_entries(tree.table, slot)
+    fields = tree.fields.at[place_of(tree.fields, NUM_CHILDREN, parent)].add(-1, **DROP)
     names = [PARENT, DEPTH, TABLE_SLOT, full.value_field, full.stamp_field]
-    gone = [NULL] * len(names)
     # Children of a victim are victims too, so its own count is zero as it should be.
-    fields = put_many(fields, names, nodes, gone)
+    fields = put_many(fields, names, nodes, [NULL] * len(names))
+    is_victim = nodes != NULL
     place = owner_offset(config, full.type) + page
-    owner = cache.owner.at[jnp.where(is_victim, place, cache.owner.shape[0])].set(
-        int(Owner.FREE), **DROP
-    )
+    place = jnp.where(is_victim, place, cache.owner.shape[0])
+    owner = cache.owner.at[place].set(int(Owner.FREE), **DROP)
     rank = jnp.cumsum(is_victim, dtype=jnp.int32) - 1
     count = jnp.sum(is_victim, dtype=jnp.int32)
     back = [
@@ -240,9 +258,9 @@ def _remove_many(cache: CacheState, need):
     threshold = _kth_lowest(stamps, need)
     victim = (stamps <= threshold) & (need > 0)
     nodes = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
-    nodes, data = fence(nodes, data)
+    victims, data = fence(_victims(data, cache.config, nodes), data)
     tree = dataclasses.replace(cache.tree, fields=data)
-    return _remove(dataclasses.replace(cache, tree=tree), nodes)
+    return _remove(dataclasses.replace(cache, tree=tree), victims)
 
 
 def _kth_lowest(stamps, k):
