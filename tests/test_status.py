@@ -487,3 +487,19 @@ def test_misuse_leaves_a_donated_cache_alive():
         jitted.match_prefix(cache.cache, MatchPrefixParams(key=key))
     assert same(before, cache.cache)
     assert pad([1], 2).tolist() == [1, 0]
+
+
+def test_a_bad_entry_in_a_full_tree_is_the_callers_fault():
+    """With no node left, an entry that no request owns is still named as such."""
+    config = uhrc_fn.CacheConfig(page_size=2, num_pages=4, max_prefix_pages=4)
+    cache = uhrc_fn.init(config)
+    cache, alloc = uhrc_fn.jitted.alloc_pages(cache, np.int32(4), max_new=4)
+    key = uhrc_fn.radix_key(range(8), config)
+    params = uhrc_fn.InsertParams(key=key, value=alloc.ids)
+    cache, _ = uhrc_fn.jitted.insert(cache, params)
+    other = uhrc_fn.radix_key([9, 9, 9, 9], config, num_pages=4)
+    taken = uhrc_fn.InsertParams(key=other, value=np.array([1, 2, 0, 0], np.int32))
+    cache, result = uhrc_fn.jitted.insert(cache, taken)
+    assert int(result.inserted_len) == 0
+    assert Status(int(cache.status)) == Status.NOT_OWNED
+    uhrc_fn.check_invariants(cache)

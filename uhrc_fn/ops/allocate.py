@@ -55,6 +55,9 @@ def alloc_pages_batch(
 ) -> tuple[CacheState, AllocResult]:
     """Give pages to a batch of requests, as if one after another.
 
+    Where ``max_new * requests`` exceeds `victim_plan_size`, evicted pages come in the
+    order of their nodes: the same pages, perhaps handed to other requests.
+
     Args:
       cache: the state.
       num_new: int32 [requests].

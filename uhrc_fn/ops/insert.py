@@ -209,11 +209,12 @@ def _judge(cache, tree, plan: _Plan, pages: KeyPages, params) -> _Verdict:
     ok, _, _ = verify(tree, pages, plan.node)
     value = jnp.asarray(params.value, jnp.int32)
     nowhere = cache.owner.shape[0]
-    is_id = plan.leads & (value > 0) & (value <= config.num_pages)
+    is_id = (value > 0) & (value <= config.num_pages)
     entry = jnp.where(is_id, owner_offset(config, ComponentType.FULL) + value, nowhere)
     theirs = cache.owner.at[jnp.minimum(entry, nowhere - 1)].get(**IN_BOUNDS)
-    entry = jnp.where(theirs == Owner.REQUEST, entry, nowhere)
-    entry, owner = fence(entry, cache.owner)
+    is_theirs = is_id & (theirs == Owner.REQUEST)
+    entry = jnp.where(plan.leads & is_theirs, entry, nowhere)
+    (entry, is_theirs), owner = fence((entry, is_theirs), cache.owner)
     # The second lane of the same id loses. A lane behind the cut may win an id that
     # it will not use, but then every later lane of the key is behind the cut too.
     owner, winner = claim(owner, (entry,), plan.turn)
@@ -233,8 +234,10 @@ def _judge(cache, tree, plan: _Plan, pages: KeyPages, params) -> _Verdict:
     short = is_short & ~is_stale & done
     at_cut = page == cut[:, None]
     no_node = (pages.node == NULL) & (plan.node == NULL) & (plan.claimed != NULL)
-    no_node = short & jnp.any(at_cut & no_node, -1)
-    not_owned = short & jnp.any(at_cut & ok & lacks, -1)
+    # A bad entry is the caller's fault even where no node was left to give it.
+    not_owned = (ok & lacks) | (no_node & ~is_theirs)
+    not_owned = short & jnp.any(at_cut & not_owned, -1)
+    no_node = short & jnp.any(at_cut & no_node, -1) & ~not_owned
     crowded = short & ~no_node & ~not_owned
     status = (
         pages.status
