@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import math
-import os
 
 
 class ComponentType(enum.IntEnum):
@@ -33,12 +32,6 @@ BUCKETS_PER_ROW = 4  # four buckets of 16 fingerprints + 16 ids fill 128 words
 # Stamps stay far enough below 2^31 that an operation can add its own.
 CLOCK_LIMIT = 1 << 30
 MAX_CAPACITY = 1 << 24
-
-
-def components_from_environment(default=FULL_ONLY):
-    """Read a component set such as ``FULL,SWA`` from ``UHRC_COMPONENTS``."""
-    text = os.environ.get("UHRC_COMPONENTS", "")
-    return tuple(text.replace(" ", "").split(",")) if text else default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -160,13 +160,11 @@ def take(fields, field, node):
     return fields.at[place].get(**IN_BOUNDS)
 
 
-def put(fields, field, node, value):
-    """Write `field` of `node`; `NULL` and anything out of range is dropped."""
-    return fields.at[place_of(fields, field, node)].set(value, **DROP)
-
-
 def put_many(fields, names, node, values):
-    """Write several fields of each node at once; `values` has one row a name."""
+    """Write several fields of each node at once; `values` has one row a name.
+
+    `NULL` and any node out of range is dropped.
+    """
     places = jnp.stack([place_of(fields, name, node) for name in names])
     values = jnp.stack([jnp.broadcast_to(v, node.shape) for v in values])
     return fields.at[places].set(values, **DROP)

@@ -153,8 +153,8 @@ def free_pages(cache: CacheState, ids) -> CacheState:
     owned = is_id & (owner_of == Owner.REQUEST)
     turn = jnp.arange(ids.shape[0], dtype=jnp.int32)
     target = jnp.where(owned, place, cache.owner.shape[0])
-    (target, owner_of), owner = fence((target, owner_of), cache.owner)
-    owned = is_id & (owner_of == Owner.REQUEST)
+    reads, owner = fence((target, owned, owner_of), cache.owner)
+    target, owned, owner_of = reads
     owner, winner = claim(owner, (target,), turn)
     is_first = owned & (winner == turn)
     owner = owner.at[target].set(int(Owner.FREE), **DROP)

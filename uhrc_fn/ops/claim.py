@@ -23,8 +23,7 @@ def claim(array, index, turn):
       ``(array, winner)``: `winner` is the turn that holds each lane's place, or
       negative where an earlier value of at least 2^29 stands there.
     """
-    options = {"mode": "drop", "wrap_negative_indices": False}
-    array = array.at[index].max(_TOP - turn, **options)
+    array = array.at[index].max(_TOP - turn, **DROP)
     held = array.at[index].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     held, array = fence(held, array)
     return array, _TOP - held
