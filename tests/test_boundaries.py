@@ -78,8 +78,8 @@ def test_nothing_is_left_of_a_prompt_that_is_computed():
     assert _cut(300, 300) == (0, True)
 
 
-def _share(prefix, prompt, budget, **more):
-    cut = SHARE(np.array(prefix), np.array(prompt), budget, page_size=1, **more)
+def _share(prefix, prompt, budget, page_size=1, **more):
+    cut = SHARE(np.array(prefix), np.array(prompt), budget, page_size=page_size, **more)
     return cut.num_tokens.tolist(), cut.is_final.tolist()
 
 
@@ -98,6 +98,13 @@ def test_more_unfinished_requests_may_share_the_budget():
 def test_the_budget_goes_to_the_first_and_is_cut_for_the_last():
     got = _share([0, 0, 0], [100, 100, 10], 150, interval=128, max_unfinished=3)
     assert got == ([100, 50, 0], [True, False, False])
+
+
+def test_the_last_piece_of_a_prompt_counts_as_whole_pages():
+    got = _share([0, 0], [10, 16], 31, interval=64, page_size=16)
+    assert got == ([10, 0], [True, False])
+    got = _share([0, 0], [10, 16], 32, interval=64, page_size=16)
+    assert got == ([10, 16], [True, True])
 
 
 lengths = st.integers(0, 700)

@@ -92,6 +92,10 @@ def test_packed_words_are_filled_up():
 def test_a_page_of_latents_pads_its_segments_apart():
     shape = dict(num_layers=2, kv_lora_rank=512, rope_head_dim=64)
     assert entry_bytes.mla_page_bytes(page_size=128, **shape) == 128 * 2 * 640 * 2
+    narrow = entry_bytes.mla_page_bytes(
+        page_size=2, num_layers=1, kv_lora_rank=192, rope_head_dim=64
+    )
+    assert narrow == 2 * (256 + 128) * 2
     one = entry_bytes.mla_page_bytes(page_size=1, **shape)
     assert one == 2 * 2 * 640 * 2  # two tokens fill a word
 
@@ -275,7 +279,7 @@ def _limit(num_slots, *, owned, is_user_sized, reserved=3, wanted=4096, dp_size=
 
 def test_an_auto_sized_pool_keeps_a_quarter_for_snapshots():
     assert sizing.snapshot_headroom(48) == 12
-    assert sizing.snapshot_headroom(1) == 1
+    assert [sizing.snapshot_headroom(n) for n in (1, 4, 5)] == [1, 1, 2]
     assert _limit(192, owned=2, is_user_sized=False) == 72
 
 

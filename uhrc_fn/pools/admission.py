@@ -133,8 +133,8 @@ def admit_in_order(free, evictable, locking, demand):
     """
     free, evictable, locking, demand = _int32(free, evictable, locking, demand)
     promised = jnp.cumsum(locking + demand, axis=0, dtype=jnp.int32)
-    fits = jnp.all(promised <= (free + evictable)[None], axis=-1)
-    return jnp.cumsum(~fits, dtype=jnp.int32) == 0
+    # What is promised only grows, so after the first that does not fit none does.
+    return jnp.all(promised <= (free + evictable)[None], axis=-1)
 
 
 def _int32(*arrays):
