@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uhrc_fn import CacheConfig
-from uhrc_fn.pools import entry_bytes, sizing
+from uhrc_fn.pools import entry_bytes, limits, sizing
 from uhrc_fn.pools.boundaries import resolve_track_interval
 
 MIB = 1 << 20
@@ -267,7 +267,7 @@ def test_full_and_sliding_pages_share_the_budget(available, full, swa, ratio):
 
 
 def _limit(num_slots, *, owned, is_user_sized, reserved=3, wanted=4096, dp_size=4):
-    return sizing.limit_running(
+    return limits.limit_running(
         wanted,
         num_slots=num_slots,
         owned=owned,
@@ -332,18 +332,18 @@ def test_fewer_requests_than_ranks_are_refused():
     [(1000, 4096, 2048), (24_000, 4096, 3000), (10**6, 4096, 4096)],
 )
 def test_running_requests_have_a_default(tokens, context, wanted):
-    assert sizing.default_max_running(tokens, context) == wanted
+    assert limits.default_max_running(tokens, context) == wanted
 
 
 def test_pools_that_cannot_run_one_request_are_refused():
     two_slots = _recurrent(page_size=4, num_recurrent_slots=2)
     with pytest.raises(ValueError, match="2 recurrent slots a rank; wanted at least 3"):
-        sizing.check_pools(two_slots)
-    sizing.check_pools(two_slots, num_track_slots=1)
-    sizing.check_pools(_recurrent(num_recurrent_slots=1))
-    sizing.check_pools(CacheConfig(page_size=4, num_pages=8), request_tokens=32)
+        limits.check_pools(two_slots)
+    limits.check_pools(two_slots, num_track_slots=1)
+    limits.check_pools(_recurrent(num_recurrent_slots=1))
+    limits.check_pools(CacheConfig(page_size=4, num_pages=8), request_tokens=32)
     with pytest.raises(ValueError, match="num_pages=8; wanted at least 9"):
-        sizing.check_pools(CacheConfig(page_size=4, num_pages=8), request_tokens=33)
+        limits.check_pools(CacheConfig(page_size=4, num_pages=8), request_tokens=33)
     sliding = CacheConfig(
         components=("FULL", "SWA"),
         page_size=4,
@@ -351,6 +351,6 @@ def test_pools_that_cannot_run_one_request_are_refused():
         num_swa_pages=4,
         sliding_window_size=6,
     )
-    sizing.check_pools(sliding, chunk_tokens=4)
+    limits.check_pools(sliding, chunk_tokens=4)
     with pytest.raises(ValueError, match="num_swa_pages=4; wanted at least 5"):
-        sizing.check_pools(sliding, chunk_tokens=5)
+        limits.check_pools(sliding, chunk_tokens=5)
