@@ -69,15 +69,15 @@ def limit_running(
     return limit
 
 
-def check_slots(slotsper_rank: int, owned: int) -> None:
+def check_slots(slots_per_rank: int, owned: int) -> None:
     """Refuse a recurrent pool that cannot run one request.
 
     Raises:
       ValueError: fewer slots than one request owns.
     """
-    if slotsper_rank < owned:
+    if slots_per_rank < owned:
         raise ValueError(
-            f"{slotsper_rank} recurrent slots a rank; wanted at least {owned}, what "
+            f"{slots_per_rank} recurrent slots a rank; wanted at least {owned}, what "
             "one request owns: else it would wait for ever. Raise the number of slots, "
             "or the memory for them."
         )

@@ -90,7 +90,7 @@ def available_bytes(free: int, total: int, memory_fraction: float) -> int:
 class SlotBudget(NamedTuple):
     """How a device's pool memory divides between recurrent slots and KV."""
 
-    slotsper_rank: int
+    slots_per_rank: int
     """Usable slots: `CacheConfig.num_recurrent_slots`."""
     kv_bytes: int
     """What is left for KV pages."""
