@@ -6,6 +6,7 @@ libtpu compiles for a described chip; nothing runs. It has an environment of its
 
 import importlib.util
 import os
+import re
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from op_cases import OPS, READS, op_cases, shapes
 from uhrc_fn import CacheConfig
 
 TOPOLOGY = "v6e:2x2x1"
+ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 CONFIG = CacheConfig(page_size=128, num_pages=16_384, max_prefix_pages=1024)
 
 pytestmark = [
@@ -76,3 +78,13 @@ def test_without_donation_nothing_is_aliased(chip):
     args = placed((shapes(CONFIG), *jax.eval_shape(lambda: case.args)), chip)
     compiled = case.jit(donate=False).lower(*args).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_a_match_of_64_pages_is_cheap_by_the_compilers_estimate(chip, state_bytes):
+    """Each kernel costs about 2,100 cycles, so this bounds their number too."""
+    case = op_cases(CONFIG, pages=64, batch=8)["match"]
+    args = placed((shapes(CONFIG), *jax.eval_shape(lambda: case.args)), chip)
+    compiled = case.jit().lower(*args).compile()
+    cycles = [int(c) for c in ESTIMATE.findall(compiled.as_text())]
+    assert len(cycles) >= 5 and sum(cycles) <= 35_000
+    assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from .by_platform import by_platform
 from .config import (
     BUCKETS_PER_ROW,
     NUM_COMPONENTS,
@@ -200,8 +201,15 @@ def probe(table, bucket, fingerprint):
     Returns:
       ``(node, free)``: the proposed node id or `NULL`, and a bit mask of free ways.
     """
+    return _probe(table, bucket, fingerprint)
+
+
+def _probe_default(table, bucket, fingerprint):
+    # Hashes first, then rows, then the comparison: fused, XLA for CPU would compute
+    # each hash anew for every way, and run it all word by word.
+    bucket, fingerprint = jax.lax.optimization_barrier((bucket, fingerprint))
     buckets = table.reshape(-1, _BUCKET_WORDS)
-    entry = buckets.at[bucket].get(**IN_BOUNDS)
+    entry = jax.lax.optimization_barrier(buckets.at[bucket].get(**IN_BOUNDS))
     prints, ids = entry[..., :WAYS], entry[..., WAYS:]
     # A bucket holds each fingerprint at most once, so a maximum finds it.
     hit = (prints == fingerprint[..., None]) & (ids != NULL)
@@ -210,6 +218,23 @@ def probe(table, bucket, fingerprint):
     free = jnp.where(ids == NULL, jnp.left_shift(1, way), 0)
     free = jnp.sum(free, axis=-1, dtype=jnp.int32)
     return node, free
+
+
+def _probe_tpu(table, bucket, fingerprint):
+    """Read whole rows: for rows of one bucket the whole table is laid out anew."""
+    row = table.at[bucket >> 2].get(**IN_BOUNDS)
+    # Each fingerprint beside its id; every other group of 16 lanes is a bucket's.
+    prints, ids = row[..., :-WAYS], row[..., WAYS:]
+    lane = np.arange(ids.shape[-1], dtype=np.int32)
+    lane = lane.reshape((1,) * (ids.ndim - 1) + lane.shape)
+    here = lane // WAYS == 2 * (bucket & (BUCKETS_PER_ROW - 1))[..., None]
+    hit = here & (prints == fingerprint[..., None])
+    node = jnp.max(jnp.where(hit, ids, NULL), axis=-1)
+    free = jnp.where(here & (ids == NULL), np.int32(1) << lane % WAYS, 0)
+    return node, jnp.sum(free, axis=-1, dtype=jnp.int32)
+
+
+_probe = by_platform(_probe_default, tpu=_probe_tpu)
 
 
 def put_entries(table, slot, is_kept, node, fingerprint):

@@ -4,6 +4,10 @@ The chained hash of page i covers the namespace and every token up to the end of
 page. Two 32-bit words each: the first chooses a bucket, the second is the fingerprint.
 A hash only proposes a node; tokens, parent and namespace decide. So a clash costs
 space and never gives a wrong hit, and mixing may be cheap.
+
+Tokens are summed into 8 lanes, each times a weight of its own. Mixed lanes, times a
+weight again, are summed over the page, and pages, times powers of an odd base, over
+the prefix. Sums wrap around, so their order is free: each platform has its own.
 """
 
 import functools
@@ -13,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..by_platform import by_platform
 from ..config import CacheConfig
 from ..tree_arrays import NAMESPACE_WORDS
 
 _LANES = 8
-# Up to this many pages a prefix sum is cheaper as a triangle of all pairs.
+# Up to so many pages, or pairs of pages, a prefix sum is cheaper as a triangle of all
+# pairs: on a CPU, and on a TPU.
 _MAX_TRIANGLE = 128
+_MAX_PAIRS_TPU = 1 << 20
 _MIX1, _MIX2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
@@ -36,40 +43,40 @@ def _splitmix(seed: int, count: int) -> np.ndarray:
 
 
 class _Constants(NamedTuple):
-    """Constants of one seed: of the page hash, then of the chain."""
+    """Constants of one seed, each word's own on the first axis; weights are odd."""
 
-    weights: np.ndarray  # [page_size]
-    lanes: int
+    token: np.ndarray  # [page_size] weights
     salt: np.ndarray  # [lanes]
-    fold: np.ndarray  # [2, lanes]
-    bases: list[int]
-    namespace: np.ndarray  # [2, 4]
+    lane: np.ndarray  # [2, lanes] weights
+    page: np.ndarray  # [2, pages] weights: powers of a base
+    namespace: np.ndarray  # [2, 4] weights
     start: np.ndarray  # [2]
 
 
-@functools.lru_cache(maxsize=64)
-def _constants(seed: int, page_size: int) -> _Constants:
-    """Draw the constants; all multipliers are odd."""
-    words = _splitmix(seed, page_size + 64)
-    weights, rest = words[:page_size] | 1, words[page_size:]
-    lanes = _LANES if page_size % _LANES == 0 else page_size
-    salt = np.resize(rest[:_LANES], lanes)
-    fold = np.stack([_splitmix(int(w), lanes) | 1 for w in rest[8:10]])
-    bases = [int(w) | 1 for w in rest[10:12]]
-    namespace = np.stack([rest[16:20] | 1, rest[20:24] | 1])
-    return _Constants(weights, lanes, salt, fold, bases, namespace, rest[24:26])
-
-
 @functools.lru_cache(maxsize=256)
-def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """``base^i`` and ``base^-i`` modulo 2^32 for i in [1, count]."""
-    inverse = pow(base, -1, 1 << 32)
-    up, down = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    u = d = 1
+def _constants(seed: int, page_size: int, num_pages: int) -> _Constants:
+    """Draw the constants."""
+    words = _splitmix(seed, page_size + 64)
+    token, rest = words[:page_size] | 1, words[page_size:]
+    lanes = _LANES if page_size % _LANES == 0 else page_size
+    lane = np.stack([_splitmix(int(word), lanes) | 1 for word in rest[8:10]])
+    return _Constants(
+        token=token,
+        salt=np.resize(rest[:_LANES], lanes),
+        lane=lane,
+        page=np.stack([_powers(int(word) | 1, num_pages) for word in rest[10:12]]),
+        namespace=np.stack([rest[16:20] | 1, rest[20:24] | 1]),
+        start=rest[24:26],
+    )
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    """``base^i`` modulo 2^32 for i in [1, count]."""
+    powers, x = np.empty(count, np.uint32), 1
     for i in range(count):
-        u, d = u * base & 0xFFFFFFFF, d * inverse & 0xFFFFFFFF
-        up[i], down[i] = u, d
-    return up, down
+        x = x * base & 0xFFFFFFFF
+        powers[i] = x
+    return powers
 
 
 def _mix(x):
@@ -84,34 +91,6 @@ def _like(constant: np.ndarray, ndim: int) -> np.ndarray:
     return constant.reshape((1,) * (ndim - constant.ndim) + constant.shape)
 
 
-def page_hashes(tokens, config: CacheConfig):
-    """Hash each page by itself.
-
-    Args:
-      tokens: int32 [..., pages, page_size].
-      config: gives the seed.
-
-    Returns:
-      Two uint32 arrays [..., pages].
-    """
-    weights, lanes, salt, fold, *_ = _constants(config.hash_seed, config.page_size)
-    x = tokens.astype(jnp.uint32) * _MIX1
-    x = x ^ (x >> 15)
-    # Reduce over the major of two axes first: XLA for CPU vectorises that one.
-    shape = (*tokens.shape[:-1], config.page_size // lanes, lanes)
-    lane = jnp.sum(
-        x.reshape(shape) * _like(weights.reshape(shape[-2:]), len(shape)),
-        axis=-2,
-        dtype=jnp.uint32,
-    )
-    lane = _mix(lane + _like(salt, lane.ndim))
-    words = [
-        jnp.sum(lane * _like(fold[j], lane.ndim), axis=-1, dtype=jnp.uint32)
-        for j in range(2)
-    ]
-    return _mix(words[0]), _mix(words[1])
-
-
 def chain_hashes(tokens, namespace, config: CacheConfig):
     """Hash every prefix that ends with a page.
 
@@ -123,20 +102,39 @@ def chain_hashes(tokens, namespace, config: CacheConfig):
     Returns:
       ``(bucket, fingerprint)``, int32 [requests, pages] each.
     """
-    constants = _constants(config.hash_seed, config.page_size)
-    space = _mix(namespace.astype(jnp.uint32) + _MIX2)
+    constants = _constants(config.hash_seed, config.page_size, tokens.shape[1])
+    first, fingerprint = _chain(tokens, namespace, constants)
+    # The high bits: the low ones of the two words have much in common.
+    shift = np.int32(32 - (config.num_buckets - 1).bit_length())
+    return jax.lax.shift_right_logical(first, shift), fingerprint
+
+
+def _token_terms(tokens):
+    """Let every bit of a token reach many."""
+    x = tokens.astype(jnp.uint32) * _MIX1
+    return x ^ (x >> 15)
+
+
+def _chain_default(tokens, namespace, constants: _Constants):
+    """Reduce major axes: XLA for CPU vectorises those, not the minor one."""
+    lanes = constants.salt.shape[0]
+    shape = (*tokens.shape[:-1], tokens.shape[-1] // lanes, lanes)
+    weights = constants.token.reshape(shape[-2:])
+    terms = _token_terms(tokens).reshape(shape) * _like(weights, len(shape))
+    lane = jnp.sum(terms, axis=-2, dtype=jnp.uint32)
+    lane = _mix(lane + _like(constants.salt, lane.ndim))
     words = []
-    for j, h in enumerate(page_hashes(tokens, config)):
-        up, down = _powers(constants.bases[j], tokens.shape[-2])
+    for j in range(2):
+        terms = lane * _like(constants.lane[j], lane.ndim)
+        page = jnp.sum(terms, axis=-1, dtype=jnp.uint32)
         # Word by word, not as a reduction: this is one scalar a request.
-        seed = space[:, 0] * constants.namespace[j, 0] + constants.start[j]
-        for k in range(1, NAMESPACE_WORDS):
-            seed = seed + space[:, k] * constants.namespace[j, k]
-        # sum_k h_k * B^(i-k) as one prefix sum of h_k * B^-k, scaled back.
-        total = _prefix_sum(h * _like(down, 2)) + seed[:, None]
-        words.append(_mix(total * _like(up, 2)))
-    bucket = (words[0] & np.uint32(config.num_buckets - 1)).astype(jnp.int32)
-    return bucket, jax.lax.bitcast_convert_type(words[1], jnp.int32)
+        seed = constants.start[j]
+        for k in range(NAMESPACE_WORDS):
+            word = namespace[:, k].astype(jnp.uint32)
+            seed = seed + word * constants.namespace[j, k]
+        total = _prefix_sum(page * _like(constants.page[j], 2)) + seed[:, None]
+        words.append(jax.lax.bitcast_convert_type(total, jnp.int32))
+    return words
 
 
 def _prefix_sum(x):
@@ -147,3 +145,46 @@ def _prefix_sum(x):
     # One masked reduction over the major axis instead of several dependent steps.
     until = np.tri(pages, dtype=bool).T[None]
     return jnp.sum(jnp.where(until, x[:, :, None], np.uint32(0)), axis=1, dtype=x.dtype)
+
+
+def _chain_tpu(tokens, namespace, constants: _Constants):
+    """Run three kernels: a reduction for all lanes, their mix, one for both words."""
+    num_pages = tokens.shape[1]
+    pairs = tokens.shape[0] * num_pages**2
+    lanes = constants.salt.shape[0]
+    if lanes != _LANES or num_pages < NAMESPACE_WORDS or pairs > _MAX_PAIRS_TPU:
+        return _chain_default(tokens, namespace, constants)
+    terms = _token_terms(tokens) * _like(constants.token, 3)
+    lane_of = np.arange(tokens.shape[-1]) % lanes
+    lane = []
+    for c in range(lanes):
+        mine = jnp.where(_like(lane_of == c, 3), terms, np.uint32(0))
+        lane.append(_mix(jnp.sum(mine, -1, dtype=jnp.uint32) + constants.salt[c]))
+    # The namespace is laid beside the first pages, so that the reduction over pages
+    # sums it too. Widened first: a pad of something computed is a kernel of its own.
+    space = _widen(namespace, num_pages).astype(jnp.uint32)
+    weights, start = (
+        _widen(x, num_pages) for x in (constants.namespace, constants.start[:, None])
+    )
+    shape = (*tokens.shape[:2], num_pages)
+    until = jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    until = until <= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    terms = []
+    for j in range(2):
+        page = lane[0] * constants.lane[j, 0]
+        for c in range(1, lanes):
+            page = page + lane[c] * constants.lane[j, c]
+        always = space * _like(weights[j], 2) + _like(start[j], 2)
+        page = always + page * _like(constants.page[j], 2)
+        both = jnp.where(until, page[:, None], always[:, None])
+        terms.append(jax.lax.bitcast_convert_type(both, jnp.int32))
+    add = lambda x, y: [x[0] + y[0], x[1] + y[1]]
+    return list(jax.lax.reduce(terms, [np.int32(0)] * 2, add, (2,)))
+
+
+def _widen(x, size: int):
+    """Append zeros to the last axis of [rows, entries], up to `size`."""
+    return jax.lax.pad(x, x.dtype.type(0), ((0, 0, 0), (0, size - x.shape[1], 0)))
+
+
+_chain = by_platform(_chain_default, tpu=_chain_tpu)

@@ -7,14 +7,24 @@ changes nothing at all.
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
+from ..by_platform import by_platform
 from ..components import component_rules
 from ..config import CLOCK_LIMIT, NUM_COMPONENTS, ComponentType
 from ..params import MatchPrefixParams, MatchResult, RadixKey
 from ..state import CacheState, bump, flag
 from ..status import Status
 from ..tree_arrays import DROP, GENERATION, NULL, fence, num_rows, settle
-from .path import check_key, first, first_false, one, page_index, propose, verify
+from .path import (
+    check_key,
+    first,
+    one,
+    page_index,
+    propose,
+    read_path,
+    verified_run,
+)
 
 
 def match_prefix(
@@ -43,14 +53,11 @@ def match_prefix_batch(
     cache: CacheState, params: MatchPrefixParams
 ) -> tuple[CacheState, MatchResult]:
     """Match a batch of keys, as if one after another; one parallel program."""
-    result, values, status = _find(cache, params.key, params.full_only)
+    reads = _find(cache, params.key, params.full_only)
+    (result, hit, values, status), fields = _order(reads, cache.tree.fields)
     num_requests, num_pages = result.path.shape
-    (result, values, status), fields = fence(
-        (result, values, status), cache.tree.fields
-    )
     clock = cache.clock + jnp.arange(num_requests, dtype=jnp.int32) * (num_pages + 1)
-    hit = (result.hit_length // cache.config.page_size)[:, None]
-    fields = refresh(cache, fields, result.path, hit, values, clock)
+    fields = refresh(cache, fields, result.path, hit[:, None], values, clock)
     tree = dataclasses.replace(cache.tree, fields=fields)
     elapsed = num_requests * (num_pages + 1)
     status = status | flag(cache.clock + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH)
@@ -78,20 +85,24 @@ def peek_prefix_len_batch(cache: CacheState, key: RadixKey) -> MatchResult:
 
 
 def _find(cache: CacheState, key: RadixKey, full_only: bool):
-    """Match without side effect: ``(result, values of each component, status)``."""
+    """Match without side effect.
+
+    Returns:
+      ``(result, hit in pages, values of each component, status)``.
+    """
     config, tree = cache.config, cache.tree
     check_key(key, config)
     pages = propose(tree, key, config)
     rules = component_rules(config)[: 1 if full_only else None]
     also = [GENERATION, *(r.value_field for r in rules)]
-    ok, bad_token, (generation, *read) = verify(tree, pages, pages.node, also)
-    run = first_false(ok)
+    reading = read_path(tree, pages, pages.node, also)
+    run, has_bad_token, anchor, generation = verified_run(reading)
     page = page_index(pages.node.shape[1])
     depth = page + 1
     in_run = page < run[:, None]
     values = {
-        r.type: jnp.where(in_run, value, NULL)
-        for r, value in zip(rules, read, strict=True)
+        r.type: jnp.where(in_run, reading.column(k), NULL)
+        for k, r in enumerate(rules, start=1)
     }
     deepest = {}
     joint = jnp.ones_like(in_run)
@@ -101,12 +112,15 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
             accepted = r.accepts(values[r.type]) & in_run
             deepest[r.type] = jnp.max(jnp.where(accepted, depth, 0), -1)
             joint = joint & accepted
-    hit = run
+    hit, slot = run, jnp.zeros_like(run)
     if any(r.has_tombstones for r in rules):
         hit = jnp.max(jnp.where(joint, depth, 0), -1)
-    anchor, generation, slot, num_bad = _at_hit(
-        depth == hit[:, None], pages.node, generation, values, bad_token
-    )
+        anchor, generation, slot = _at_hit(
+            depth == hit[:, None],
+            pages.node,
+            reading.column(0),
+            values.get(ComponentType.RECURRENT, jnp.zeros_like(pages.node)),
+        )
     zero = jnp.zeros_like(hit)
     branching, lost = {}, [zero] * NUM_COMPONENTS
     for r in rules:
@@ -125,17 +139,35 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
     result = MatchResult(
         device_indices=jnp.where(page < hit[:, None], values[ComponentType.FULL], 0),
         path=jnp.where(in_run, pages.node, NULL),
-        scalars=jnp.stack(scalars, -1),
+        scalars=_stack(*scalars),
     )
-    return result, values, pages.status | flag(num_bad > 0, Status.BAD_TOKEN)
+    status = pages.status | flag(has_bad_token, Status.BAD_TOKEN)
+    return result, hit, values, status
 
 
-def _at_hit(at_hit, node, generation, values, bad_token):
-    """Pick the anchor's entries, and count bad tokens, in one reduction."""
-    slot = values.get(ComponentType.RECURRENT, jnp.zeros_like(node))
-    rows = [jnp.where(at_hit, x, 0) for x in (node, generation, slot)]
-    picked = jnp.sum(jnp.stack([*rows, bad_token.astype(jnp.int32)]), -1)
-    return picked[0], picked[1], picked[2], picked[3]
+def _at_hit(at_hit, *rows):
+    """Pick the anchor's entries in one reduction."""
+    rows = [jnp.where(at_hit, x, 0) for x in rows]
+    picked = jnp.sum(jnp.stack(rows), -1)
+    return [picked[k] for k in range(len(rows))]
+
+
+def _stack_default(*entries):
+    return jnp.stack(entries, -1)
+
+
+def _stack_tpu(*entries):
+    """Select, entry by entry: one kernel, not a copy for each."""
+    stacked = jnp.zeros_like(entries[0])[:, None]
+    for k, entry in enumerate(entries):
+        is_it = np.arange(len(entries))[None] == k
+        stacked = jnp.where(is_it, entry[:, None], stacked)
+    return stacked
+
+
+_stack = by_platform(_stack_default, tpu=_stack_tpu)
+# A TPU program needs no order here, and it would keep steps from being one kernel.
+_order = by_platform(fence, tpu=lambda *arrays: arrays)
 
 
 def refresh(cache, fields, path, hit_pages, values, clock):
@@ -161,7 +193,8 @@ def refresh(cache, fields, path, hit_pages, values, clock):
         if r.type not in values:
             continue
         used = r.refreshes(page, hit_pages, values[r.type])
-        stamp = r.stamps(clock[:, None], num_pages)
+        # Chosen like the places, so that a TPU computes both in one kernel.
+        stamp = jnp.where(used, r.stamps(clock[:, None], num_pages), NULL)
         place = jnp.where(used, r.stamp_field * num_rows(fields) + path, nowhere)
         if num_requests == 1:
             fields = fields.at[place].set(stamp, unique_indices=True, **DROP)
