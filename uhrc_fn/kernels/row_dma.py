@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# A tile is 128 lanes by 8 sublanes. Where a row fills whole tiles, the TPU stores the
-# rows one after another, and one DMA moves one.
+# A tile is 128 lanes by 8 sublanes of a word, or by 1, 2 or 4 of them. Where a row
+# fills whole tiles, the TPU stores the rows one after another, and one DMA moves one.
 LANES = 128
 SUBLANES = 8
+WORD_BYTES = 4
 
 
 def fills_tiles(buffer: jax.Array) -> bool:
@@ -27,7 +28,11 @@ def fills_tiles(buffer: jax.Array) -> bool:
     if buffer.ndim < 3 or buffer.size == 0:
         return False
     sublanes, lanes = buffer.shape[-2:]
-    return lanes % LANES == 0 and sublanes % SUBLANES == 0
+    is_low_tile = sublanes in (1, 2, 4)
+    fills_words = sublanes * buffer.dtype.itemsize % WORD_BYTES == 0
+    return lanes % LANES == 0 and (
+        sublanes % SUBLANES == 0 or (is_low_tile and fills_words)
+    )
 
 
 def move_rows(
