@@ -1,8 +1,12 @@
 """How fast `copy_slots` moves states on this CPU, against a plain copy of the bytes.
 
 The pool is donated, so that the copy is in place. The plain copies move one array of
-the same bytes: by XLA into a new array, and by NumPy into one that is there already.
-All take turns in one process; a figure is the median over the rounds.
+the same bytes: by XLA into a new array, whose memory the system must find first; by
+XLA into a donated array, and by NumPy, both into memory that is there already. All take
+turns in one process; a figure is the median over the rounds.
+
+The condition is that of `ops.py`: one core, synchronous dispatch. XLA's own plain copy
+uses more cores where it may (`--default-settings`), a copy inside one buffer does not.
 
     python benchmarks/copy_slots.py --json copy_slots.json
 """
@@ -17,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+if "--default-settings" not in sys.argv:
+    os.environ["NPROC"] = "1"  # XLA sizes its thread pool by it
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +30,8 @@ import numpy as np
 from timing import core_to_use, enter_one_core
 
 from uhrc_fn.kernels import copy_slots
+
+PLAIN = ("xla_new", "xla_into", "numpy")
 
 
 class Shape(NamedTuple):
@@ -47,7 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=8, help="slots copied at once")
     parser.add_argument("--layers", type=int, default=4, help="recurrent layers")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--core", type=int, help="stay on this core, one thread")
+    parser.add_argument("--core", type=int, help="which core to stay on")
+    parser.add_argument("--default-settings", action="store_true", help="all cores")
     return parser.parse_args()
 
 
@@ -69,8 +78,11 @@ def measure(shape: Shape, lanes: int, layers: int, rounds: int) -> dict[str, Any
     copy = compiled.compile()
     plain = jnp.asarray(np.random.default_rng(1).random(copied // 4, np.float32))
     xla_copy = jax.jit(jnp.copy).lower(plain).compile()
+    into = jax.jit(lambda old, new: jnp.copy(new), donate_argnums=0, keep_unused=True)
+    old = jnp.zeros_like(plain)
+    xla_into = into.lower(old, plain).compile()
     there, from_ = np.zeros(copied // 4, np.float32), np.asarray(plain)
-    seconds: dict[str, list[float]] = {"copy_slots": [], "xla": [], "numpy": []}
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy_slots", *PLAIN)}
 
     def timed(name: str, act) -> Any:
         start = time.perf_counter()
@@ -80,7 +92,8 @@ def measure(shape: Shape, lanes: int, layers: int, rounds: int) -> dict[str, Any
 
     for _ in range(rounds + 1):
         pool = timed("copy_slots", lambda pool=pool: copy(pool, src, src + lanes))
-        timed("xla", lambda: xla_copy(plain))
+        timed("xla_new", lambda: xla_copy(plain))
+        old = timed("xla_into", lambda old=old: xla_into(old, plain))
         timed("numpy", lambda: np.copyto(there, from_))
     median = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
     memory = copy.memory_analysis()
@@ -90,8 +103,7 @@ def measure(shape: Shape, lanes: int, layers: int, rounds: int) -> dict[str, Any
         "layers": layers,
         "bytes": copied,
         **{f"{name}_gb_per_s": copied / t / 1e9 for name, t in median.items()},
-        "ratio_to_xla": median["xla"] / median["copy_slots"],
-        "ratio_to_numpy": median["numpy"] / median["copy_slots"],
+        **{f"ratio_to_{name}": median[name] / median["copy_slots"] for name in PLAIN},
         "aliased_bytes": memory.alias_size_in_bytes,
         "pool_bytes": sum(buffer.nbytes for buffer in pool),
         "temp_bytes": memory.temp_size_in_bytes,
@@ -100,22 +112,19 @@ def measure(shape: Shape, lanes: int, layers: int, rounds: int) -> dict[str, Any
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.core is not None:
+    if not arguments.default_settings:
         enter_one_core(core_to_use(arguments.core))
     rows = []
-    print(
-        f"{'states':<30}{'MiB':>6}{'GB/s':>7}{'plain XLA':>11}{'plain NumPy':>13}"
-        f"{'ratio':>7}{'ratio':>7}{'temp KiB':>10}"
-    )
+    print(f"{'states':<30}{'MiB':>6}{'GB/s':>7}" + f"{'plain':>9}{'ratio':>7}" * 3)
+    print(" " * 43 + "".join(f"{name:>16}" for name in PLAIN))
     for shape in SHAPES:
         row = measure(shape, arguments.lanes, arguments.layers, arguments.rounds)
         rows.append(row)
+        plain = [(row[f"{n}_gb_per_s"], row[f"ratio_to_{n}"]) for n in PLAIN]
         print(
             f"{row['states']:<30}{row['bytes'] / 2**20:>6.0f}"
-            f"{row['copy_slots_gb_per_s']:>7.2f}{row['xla_gb_per_s']:>11.2f}"
-            f"{row['numpy_gb_per_s']:>13.2f}{row['ratio_to_xla']:>7.2f}"
-            f"{row['ratio_to_numpy']:>7.2f}{row['temp_bytes'] / 1024:>10.0f}",
-            file=sys.stdout,
+            f"{row['copy_slots_gb_per_s']:>7.2f}"
+            + "".join(f"{speed:>9.2f}{ratio:>7.2f}" for speed, ratio in plain)
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -331,7 +331,7 @@ def test_the_platform_is_chosen_when_lowering(kernel):
             return exported(*arguments(kernel)).mlir_module()
 
     assert named("tpu")
-    assert not named("cpu")
+    assert not named("cpu") and not named("cuda")
 
 
 @needs_libtpu

@@ -4,8 +4,6 @@ A gather writes the rows to memory and a scatter reads them back, which halves t
 bandwidth. A piece of a row never leaves the cache on its way.
 """
 
-import collections
-
 import jax
 import jax.numpy as jnp
 
@@ -14,43 +12,27 @@ PIECE_BYTES = 32 * 1024
 
 def copy_slots(buffers: list[jax.Array], src: jax.Array, dst: jax.Array):
     """Copy row `src[i]` to row `dst[i]` of each buffer; 0 in `dst` copies nothing."""
-    alike = collections.defaultdict(list)
-    for place, buffer in enumerate(buffers):
-        alike[buffer.shape, buffer.dtype].append(place)
-    copied = list(buffers)
-    for places in alike.values():
-        group = _copy_alike([buffers[place] for place in places], src, dst)
-        for place, buffer in zip(places, group, strict=True):
-            copied[place] = buffer
-    return copied
+    return [_copy_rows(buffer, src, dst) for buffer in buffers]
 
 
-def _copy_alike(buffers: list[jax.Array], src, dst):
-    """Copy rows of buffers of one shape and dtype in one loop."""
-    rows, *shape = buffers[0].shape
-    pieces = num_pieces(buffers[0].size // rows, buffers[0].dtype.itemsize)
-    source, target = _piece_indices(src, pieces), _piece_indices(dst, pieces)
+def _copy_rows(buffer, src, dst):
+    rows = buffer.shape[0]
+    pieces = num_pieces(buffer.size // rows, buffer.dtype.itemsize)
     # A lane that copies nothing copies the dummy's first piece onto itself.
-    source = jnp.where(target < pieces, 0, source)
-    target = jnp.where(target < pieces, 0, target)
+    piece = jnp.arange(pieces, dtype=dst.dtype)[None]
+    piece = jnp.where((dst > 0)[:, None], piece, 0)
+    each = lambda lanes: jnp.repeat(lanes, pieces)
+    steps = each(jnp.where(dst > 0, src, 0)), each(dst), piece.reshape(-1)
+    zero = jnp.zeros((), dst.dtype)
 
-    def copy_piece(buffers, indices):
-        read, write = indices
-        moved = []
-        for buffer in buffers:
-            piece = jax.lax.dynamic_slice_in_dim(buffer, read, 1)
-            moved.append(jax.lax.dynamic_update_slice_in_dim(buffer, piece, write, 0))
-        return moved, None
+    def copy_piece(split, step):
+        read, write, piece = step
+        shape = (1, 1, split.shape[2])
+        moved = jax.lax.dynamic_slice(split, (read, piece, zero), shape)
+        return jax.lax.dynamic_update_slice(split, moved, (write, piece, zero)), None
 
-    split = [buffer.reshape(rows * pieces, -1) for buffer in buffers]
-    split, _ = jax.lax.scan(copy_piece, split, (source, target))
-    return [buffer.reshape(rows, *shape) for buffer in split]
-
-
-def _piece_indices(rows, pieces: int):
-    """Indices of all pieces of `rows`, row by row."""
-    piece = jnp.arange(pieces, dtype=rows.dtype)[None]
-    return (rows[:, None] * pieces + piece).reshape(-1)
+    split = buffer.reshape(rows, pieces, -1)
+    return jax.lax.scan(copy_piece, split, steps)[0].reshape(buffer.shape)
 
 
 def num_pieces(row_size: int, itemsize: int) -> int:
