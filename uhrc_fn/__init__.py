@@ -37,7 +37,7 @@ from .ops.allocate import page_table as page_table
 from .ops.clock import compact_clock as compact_clock
 from .ops.evict import evict as evict
 from .ops.insert import insert as insert
-from .ops.insert import insert_batch as insert_batch
+from .ops.insert_batch import insert_batch as insert_batch
 from .ops.lock import dec_lock_ref as dec_lock_ref
 from .ops.lock import dec_lock_ref_batch as dec_lock_ref_batch
 from .ops.lock import inc_lock_ref as inc_lock_ref

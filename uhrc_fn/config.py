@@ -74,7 +74,7 @@ class CacheConfig:
     enable_recurrent_extra_buffer: bool = False
     recurrent_track_interval: int | None = None
     max_live_receipts: int = 1024
-    victim_plan_size: int = 512
+    victim_plan_size: int = 2048
     hash_seed: int = 0x5EED
 
     def __post_init__(self):

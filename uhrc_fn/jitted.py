@@ -12,7 +12,8 @@ import jax
 from . import state as _state
 from .ops import allocate, clock, lock, match
 from .ops import evict as _evict
-from .ops import insert as _insert
+from .ops.insert import insert as _insert
+from .ops.insert_batch import insert_batch as _insert_batch
 
 _donated = functools.partial(jax.jit, donate_argnums=0)
 
@@ -20,8 +21,8 @@ match_prefix = _donated(match.match_prefix)
 match_prefix_batch = _donated(match.match_prefix_batch)
 peek_prefix_len = jax.jit(match.peek_prefix_len)
 peek_prefix_len_batch = jax.jit(match.peek_prefix_len_batch)
-insert = _donated(_insert.insert)
-insert_batch = _donated(_insert.insert_batch)
+insert = _donated(_insert)
+insert_batch = _donated(_insert_batch)
 inc_lock_ref = _donated(lock.inc_lock_ref)
 inc_lock_ref_batch = _donated(lock.inc_lock_ref_batch)
 dec_lock_ref = _donated(lock.dec_lock_ref)

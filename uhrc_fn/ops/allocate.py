@@ -11,9 +11,10 @@ from ..params import AllocResult, MatchResult
 from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
 from ..tree_arrays import DROP, IN_BOUNDS, fence, settle
-from .claim import claim
+from .claim import first_touch
 from .evict import evict_full
 from .path import first, page_index
+from .place import MAX_PAIRED
 
 
 def alloc_pages(
@@ -78,7 +79,9 @@ def alloc_pages_batch(
     given = _admit(wanted, room, partial)
     total = jnp.sum(given, dtype=jnp.int32)
     bound = min(config.num_nodes, max_new * wanted.shape[0])
-    cache, _ = evict_full(cache, jnp.maximum(total - num_free, 0), bound)
+    # What is evicted is given: the deficit leaves no page free.
+    deficit = jnp.maximum(total - num_free, 0)
+    cache, _ = evict_full(cache, deficit, bound, are_given=True)
 
     lane = page_index(max_new)
     is_given = lane < given[:, None]
@@ -145,33 +148,48 @@ def free_pages(cache: CacheState, ids) -> CacheState:
     """
     config = cache.config
     ids = jnp.asarray(ids, jnp.int32).reshape(-1)
-    asked = ids != 0
     is_id = (ids > 0) & (ids <= config.num_pages)
-    offset = owner_offset(config, ComponentType.FULL)
-    place = jnp.where(is_id, offset + ids, offset)
-    owner_of = cache.owner.at[place].get(**IN_BOUNDS)
-    owned = is_id & (owner_of == Owner.REQUEST)
-    turn = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    target = jnp.where(owned, place, cache.owner.shape[0])
-    reads, owner = fence((target, owned, owner_of), cache.owner)
-    target, owned, owner_of = reads
-    owner, winner = claim(owner, (target,), turn)
-    is_first = owned & (winner == turn)
-    owner = owner.at[target].set(int(Owner.FREE), **DROP)
+    entry = owner_offset(config, ComponentType.FULL) + jnp.where(is_id, ids, 0)
+    owner_of, owner = fence(cache.owner.at[entry].get(**IN_BOUNDS), cache.owner)
+    owned = owner_of == Owner.REQUEST
+    owner, is_second = _is_second(owner, entry, owned)
+    is_freed = owned & ~is_second
+    place = jnp.where(is_freed, entry, owner.shape[0])
+    owner = owner.at[place].set(int(Owner.FREE), **DROP)
     free_ids, count = free_lists.push(
-        cache.free_ids, cache.counters, config, Ring.FULL, ids, is_first
+        cache.free_ids, cache.counters, config, Ring.FULL, ids, is_freed
     )
-    freed_before = is_id & ((owner_of == Owner.FREE) | (owned & ~is_first))
-    status = (
-        flag(asked & ~is_id, Status.BAD_PAGE)
-        | flag(freed_before, Status.DOUBLE_FREE)
-        | flag(is_id & (owner_of == Owner.TREE), Status.FREED_TREE_PAGE)
+    is_double = is_second | (is_id & (owner_of == Owner.FREE))
+    bits = (
+        jnp.where((ids != 0) & ~is_id, int(Status.BAD_PAGE), 0)
+        | jnp.where(is_double, int(Status.DOUBLE_FREE), 0)
+        | jnp.where(is_id & (owner_of == Owner.TREE), int(Status.FREED_TREE_PAGE), 0)
     )
-    counters = bump(cache.counters, status=status, **free_lists.given(Ring.FULL, count))
+    counters = bump(
+        cache.counters,
+        status=jax.lax.reduce_or(bits, axes=(0,)),
+        **free_lists.given(Ring.FULL, count),
+    )
     cache = dataclasses.replace(
         cache, owner=owner, free_ids=free_ids, counters=counters
     )
     return settle(cache, ())[0]
+
+
+def _is_second(owner, entry, owned):
+    """Which lanes name an entry that an earlier lane names.
+
+    Returns:
+      ``(owner, is_second)``.
+    """
+    turn = jnp.arange(entry.shape[0], dtype=jnp.int32)
+    if entry.shape[0] <= MAX_PAIRED:
+        earlier = owned[:, None] & (turn[:, None] < turn[None])
+        same = earlier & (entry[:, None] == entry[None])
+        return owner, owned & (jnp.sum(same, axis=0, dtype=jnp.int32) > 0)
+    place = jnp.where(owned, entry, owner.shape[0])
+    owner, is_first = first_touch(owner, (place,), turn)
+    return owner, owned & ~is_first
 
 
 def page_table(match: MatchResult, alloc: AllocResult):

@@ -10,10 +10,10 @@ complete; an unlock that frees an older node lowers it.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import free_lists
 from ..components import component_rules
@@ -42,12 +42,15 @@ from ..tree_arrays import (
     TABLE_SLOT,
     fence,
     free_entries,
+    num_rows,
     place_of,
-    put_many,
     row_of,
     settle,
     take,
 )
+from .path import page_index
+from .reduce import running_count
+from .select import kth_lowest, lowest
 
 
 def evict(
@@ -89,16 +92,24 @@ def evict(
     return dataclasses.replace(cache, counters=counters), EvictResult(scalars)
 
 
-def evict_full(cache: CacheState, need, bound: int):
+def evict_full(cache: CacheState, need, bound: int, *, are_given: bool = False):
     """Free `need` pages, at most the static `bound`, or what is evictable.
+
+    Args:
+      cache: the state.
+      need: int32 [].
+      bound: static.
+      are_given: the caller gives all that was evicted to a request at once and says
+        so in `owner` itself (static).
 
     Returns:
       ``(cache, pages freed)``.
     """
     need = jnp.minimum(need, cache.evictable[ComponentType.FULL])
     if bound <= cache.config.plan_size:
-        return _remove(*_take_planned(cache, need, bound))
-    return _remove_many(cache, need)
+        cache, victims = _take_planned(cache, need, bound)
+        return _remove(cache, victims, need, are_given)
+    return _remove_many(cache, need, are_given)
 
 
 def _evictable(fields, config: CacheConfig):
@@ -109,36 +120,27 @@ def _evictable(fields, config: CacheConfig):
     return jnp.where(candidate, stamp, jnp.iinfo(jnp.int32).max)
 
 
-def _select_lowest(stamps, count: int):
-    """The `count` lowest stamps with their places, in order.
-
-    XLA selects in full only floats on CPU; positive floats order as their bits do.
-    The offset keeps small stamps clear of denormals, which may be flushed to zero.
-    """
-    offset = jnp.int32(1 << 23)
-    top = jnp.iinfo(jnp.int32).max - (1 << 24)
-    bits = jnp.minimum(stamps, top) + offset
-    score = -jax.lax.bitcast_convert_type(bits, jnp.float32)
-    _, place = jax.lax.top_k(score, count)
-    return stamps.at[place].get(**IN_BOUNDS), place.astype(jnp.int32)
+# Rows of an array of victims [6, lanes]: the nodes to remove, in order, and what they
+# hold, `NULL` between them.
+_NODE, _PARENT, _DEPTH, _TABLE_SLOT, _PAGE, _STAMP = range(6)
 
 
-class _Victims(NamedTuple):
-    """Nodes to remove, in order, with what their removal must know; `NULL` between."""
-
-    node: jax.Array  # [lanes]
-    table_slot: jax.Array
-    parent: jax.Array
-    page: jax.Array
-
-
-def _victims(fields, config: CacheConfig, node) -> _Victims:
-    """Read what the removal of `node` must know."""
+def _victim_fields(config: CacheConfig):
+    """The field that each row of an array of victims holds, [6, 1]; none for nodes."""
     full = component_rules(config)[0]
-    names = (TABLE_SLOT, PARENT, full.value_field)
-    safe = jnp.maximum(node, ROOT)
-    reads = [jnp.where(node == NULL, NULL, take(fields, n, safe)) for n in names]
-    return _Victims(node, *reads)
+    names = (NULL, PARENT, DEPTH, TABLE_SLOT, full.value_field, full.stamp_field)
+    return np.array(names, np.int32)[:, None]
+
+
+def _victims(fields, config: CacheConfig, node):
+    """Read what the removal of `node` must know."""
+    # Rows are told apart by arithmetic: XLA for CPU builds a stack word by word.
+    names = _victim_fields(config)
+    row = np.arange(len(names), dtype=np.int32)[:, None]
+    node = node[None]
+    place = np.maximum(names, 0) * num_rows(fields) + jnp.maximum(node, ROOT)
+    read = fields.at[place].get(**IN_BOUNDS)
+    return jnp.where(node == NULL, NULL, jnp.where(row == _NODE, node, read))
 
 
 def _take_planned(cache: CacheState, need, bound: int):
@@ -148,7 +150,7 @@ def _take_planned(cache: CacheState, need, bound: int):
     read under the condition.
 
     Returns:
-      ``(cache, victims)``, of `bound` lanes at most.
+      ``(cache, victims)``, of `bound` lanes at most, the first `need` of them real.
     """
     config = cache.config
     full = component_rules(config)[0]
@@ -169,17 +171,18 @@ def _take_planned(cache: CacheState, need, bound: int):
         return start, node, is_next & same & free
 
     def choose(plan, head, limit, start, node, valid):
-        rank = jnp.cumsum(valid, dtype=jnp.int32)
-        victim = valid & (rank <= need)
+        rank = jnp.cumsum(valid, dtype=jnp.int32) - 1
+        victim = valid & (rank < need)
         # What is skipped on the way is restamped, or locked: an unlock of such a node
         # lowers the limit, so it cannot be missed.
         ends = jnp.where(victim, start + lane + 1, 0)
         head = jnp.maximum(head, jnp.max(ends))
-        victims = _victims(fields, config, jnp.where(victim, node, NULL))
-        return plan, head, limit, victims
+        place = jnp.where(victim, rank, window)
+        node = jnp.full_like(node, NULL).at[place].set(node, **DROP)
+        return plan, head, limit, _victims(fields, config, node)
 
     def refill():
-        stamps, nodes = _select_lowest(_evictable(fields, config), size)
+        stamps, nodes = lowest(_evictable(fields, config), size)
         is_real = stamps < jnp.iinfo(jnp.int32).max
         stamps = jnp.where(is_real, stamps, NULL)
         # Where fewer remain than fit, everything unlocked up to now is in the plan.
@@ -190,8 +193,7 @@ def _take_planned(cache: CacheState, need, bound: int):
         return choose(plan, start, limit, *look(plan, start, limit))
 
     def nobody():
-        none = jnp.full_like(seen[1], NULL)
-        return plan, head, limit, _Victims(none, none, none, none)
+        return plan, head, limit, jnp.full((6, window), NULL, jnp.int32)
 
     plan = cache.victim_plan
     head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
@@ -212,63 +214,89 @@ def _take_planned(cache: CacheState, need, bound: int):
     return cache, victims
 
 
-def _remove(cache: CacheState, victims: _Victims):
+def _remove(cache: CacheState, victims, count, are_given: bool):
     """Remove victims, node and all.
 
+    Args:
+      cache: the state.
+      victims: int32 [6, lanes], the first `count` lanes are real.
+      count: int32 [].
+      are_given: see `evict_full`.
+
     Returns:
-      ``(cache, pages freed)``.
+      ``(cache, count)``.
     """
     config, tree = cache.config, cache.tree
-    nodes, slot, parent, page = victims
+    node, page = victims[_NODE:_PARENT], victims[_PAGE:_STAMP]
+    is_victim = node != NULL
+    table = free_entries(tree.table, victims[_TABLE_SLOT])
+    # One scatter clears the fields and counts children down, so all of it is added.
+    # Children of a victim are victims too, so its own count falls to zero.
+    nodes, row = num_rows(tree.fields), np.arange(6, dtype=np.int32)[:, None]
+    parent_place = NUM_CHILDREN * nodes + victims[_PARENT:_DEPTH]
+    place = _victim_fields(config) * nodes + node
+    place = jnp.where(row == _NODE, parent_place, place)
+    place = jnp.where(is_victim, place, NULL)
+    change = jnp.where(row == _NODE, -1, NULL - victims)
+    fields = tree.fields.at[place].add(change, **DROP)
+    rank = page_index(node.shape[1])
+    is_page = np.arange(2, dtype=np.int32)[:, None] == 0
+    place = jnp.where(
+        is_page,
+        free_lists.back(cache.counters, config, Ring.FULL, rank),
+        free_lists.back(cache.counters, config, Ring.NODES, rank),
+    )
+    place = jnp.where(is_victim, place, NULL)
+    free_ids = cache.free_ids.at[place].set(jnp.where(is_page, page, node), **DROP)
+    tree = dataclasses.replace(tree, table=table, fields=fields)
+    cache = dataclasses.replace(cache, tree=tree, free_ids=free_ids)
+    return _account(cache, page[0], count, are_given)
+
+
+def _remove_many(cache: CacheState, need, are_given: bool):
+    """Remove the `need` oldest unlocked pages at a cost that knows no bound.
+
+    Returns:
+      ``(cache, need)``.
+    """
+    config, counters = cache.config, cache.counters
     full = component_rules(config)[0]
-    table = free_entries(tree.table, slot)
-    fields = tree.fields.at[place_of(tree.fields, NUM_CHILDREN, parent)].add(-1, **DROP)
-    names = [PARENT, DEPTH, TABLE_SLOT, full.value_field, full.stamp_field]
-    # Children of a victim are victims too, so its own count is zero as it should be.
-    fields = put_many(fields, names, nodes, [NULL] * len(names))
-    is_victim = nodes != NULL
-    place = owner_offset(config, full.type) + page
-    place = jnp.where(is_victim, place, cache.owner.shape[0])
-    owner = cache.owner.at[place].set(int(Owner.FREE), **DROP)
-    rank = jnp.cumsum(is_victim, dtype=jnp.int32) - 1
-    count = jnp.sum(is_victim, dtype=jnp.int32)
-    back = [
-        free_lists.back(cache.counters, config, ring, rank)
-        for ring in (Ring.FULL, Ring.NODES)
-    ]
-    back = jnp.where(is_victim[None], jnp.stack(back), cache.free_ids.shape[0])
-    free_ids = cache.free_ids.at[back].set(jnp.stack([page, nodes]), **DROP)
+    fields = cache.tree.fields
+    stamps = _evictable(fields, config)
+    victim = (stamps <= kth_lowest(stamps, need)) & (need > 0)
+    node = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
+    names = (PARENT, TABLE_SLOT, full.value_field, DEPTH, full.stamp_field)
+    held = [jnp.where(victim, row_of(fields, name), NULL) for name in names[:3]]
+    (held, node), fields = fence((held, node), fields)
+    parent, slot, page = held
+    place = place_of(fields, NUM_CHILDREN, parent)
+    fields = fields.at[place].add(-1, **DROP)
+    # Field by field: one scatter of them all would work out each word's field anew.
+    for name in names:
+        fields = fields.at[place_of(fields, name, node)].set(NULL, **DROP)
+    free_ids, rank = cache.free_ids, running_count(node != NULL) - 1
+    for ring, ids in ((Ring.FULL, page), (Ring.NODES, node)):
+        place = free_lists.back(counters, config, ring, rank)
+        place = jnp.where(node == NULL, NULL, place)
+        free_ids = free_ids.at[place].set(ids, **DROP)
+    table = free_entries(cache.tree.table, slot)
+    tree = dataclasses.replace(cache.tree, table=table, fields=fields)
+    cache = dataclasses.replace(cache, tree=tree, free_ids=free_ids)
+    return _account(cache, page, need, are_given)
+
+
+def _account(cache: CacheState, page, count, are_given: bool):
+    """Settle who owns the pages that went, and count them."""
+    owner = cache.owner
+    if not are_given:
+        offset = owner_offset(cache.config, ComponentType.FULL)
+        place = jnp.where(page == NULL, NULL, offset + page)
+        owner = owner.at[place].set(int(Owner.FREE), **DROP)
     counters = bump(
         cache.counters,
         evictable__0=-count,
         **free_lists.given(Ring.FULL, count),
         **free_lists.given(Ring.NODES, count),
     )
-    tree = dataclasses.replace(tree, table=table, fields=fields)
-    cache = dataclasses.replace(
-        cache, tree=tree, owner=owner, free_ids=free_ids, counters=counters
-    )
+    cache = dataclasses.replace(cache, owner=owner, counters=counters)
     return settle(cache, count)
-
-
-def _remove_many(cache: CacheState, need):
-    """Remove the `need` oldest unlocked pages at a cost that knows no bound."""
-    data = cache.tree.fields
-    stamps = _evictable(data, cache.config)
-    threshold = _kth_lowest(stamps, need)
-    victim = (stamps <= threshold) & (need > 0)
-    nodes = jnp.where(victim, jnp.arange(victim.shape[0], dtype=jnp.int32), NULL)
-    victims, data = fence(_victims(data, cache.config, nodes), data)
-    tree = dataclasses.replace(cache.tree, fields=data)
-    return _remove(dataclasses.replace(cache, tree=tree), victims)
-
-
-def _kth_lowest(stamps, k):
-    """The k-th lowest of non-negative int32 stamps, by one pass for each bit."""
-    stamps = jax.lax.optimization_barrier(stamps)  # else every pass computes it anew
-    answer = jnp.int32(0)
-    for bit in range(30, -1, -1):
-        trial = answer | (1 << bit)
-        below = jnp.sum(stamps < trial, dtype=jnp.int32)
-        answer = jnp.where(below < k, trial, answer)
-    return answer

@@ -1,10 +1,8 @@
 """Insert: the tree adopts a key's new pages.
 
-All pages of all requests are placed at once. Every page without a node claims a free
-way of its bucket; equal pages try the same ways, so they meet, and the first of them
-leads. Leaders get nodes in sequential order, are written to their (still free) nodes,
-and one verification then covers old, new and shared pages alike. What fails is never
-committed: its claims are wiped and its node stays on the free list.
+A key is judged before anything is written: which pages the tree holds, how many of
+the others have a way in their bucket, a node and an entry of the caller's. What
+stands is then written once. `insert_batch` does the same for many keys.
 """
 
 import dataclasses
@@ -12,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import free_lists
 from ..components import component_rules
@@ -31,29 +30,24 @@ from ..tree_arrays import (
     PARENT,
     ROOT,
     TABLE_SLOT,
-    TreeArrays,
     fence,
-    place_of,
+    num_rows,
     put_entries,
-    put_many,
     settle,
-    take,
 )
-from .claim import claim
-from .match import refresh
+from .claim import first_touch
 from .path import (
     KeyPages,
     above,
     check_key,
     first,
-    first_false,
-    lane_or,
     one,
     page_index,
     propose,
     verify,
 )
-from .place import place
+from .place import place_key
+from .reduce import first_two
 
 
 def insert(cache: CacheState, params: InsertParams) -> tuple[CacheState, InsertResult]:
@@ -75,41 +69,23 @@ def insert(cache: CacheState, params: InsertParams) -> tuple[CacheState, InsertR
       adopted entries become the tree's. Duplicates, what lies past `inserted_len` and
       the partial tail page stay the caller's; insert frees nothing.
     """
-    _check(cache.config, params)
-    cache, result, _ = _insert_together(cache, one(params))
-    return cache, first(result)
+    check_insert(cache.config, params)
+    params = one(params)
+    pages = propose(cache.tree, params.key, cache.config)
+    reads = _read(cache, pages, jnp.asarray(params.value, jnp.int32))
+    reads, tree, owner = fence(reads, cache.tree, cache.owner)
+    cache = dataclasses.replace(cache, tree=tree, owner=owner)
+    cache, verdict = _judge(cache, reads, pages, params)
+    cache, result = _commit(cache, reads, pages, verdict, params)
+    return settle(cache, first(result))
 
 
-def insert_batch(
-    cache: CacheState, params: InsertParams
-) -> tuple[CacheState, InsertResult]:
-    """Insert a batch of keys, with exactly the result of one after another.
+def check_insert(config: CacheConfig, params: InsertParams) -> None:
+    """Refuse parameters of a wrong shape while tracing.
 
-    Requests go in together up to the first that something keeps from going in whole
-    (a bad entry, a full bucket, no node); from that one on they go in one by one,
-    which in an ordinary batch is nobody.
+    Raises:
+      ValueError: the key's shape is wrong, or `value` does not fit it.
     """
-    _check(cache.config, params)
-    params = jax.tree.map(jnp.asarray, params)
-    num_requests = params.value.shape[0]
-    prev = jnp.broadcast_to(params.prev_prefix_len, (num_requests,))
-    params = dataclasses.replace(params, prev_prefix_len=prev)
-    if num_requests == 1:
-        cache, result, _ = _insert_together(cache, params)
-        return cache, result
-    cache, result, num_done = _insert_together(cache, params)
-
-    def insert_one(request, carry):
-        cache, results = carry
-        row = jax.tree.map(lambda x: x[request], params)
-        cache, result = insert(cache, row)
-        results = jax.tree.map(lambda xs, x: xs.at[request].set(x), results, result)
-        return cache, results
-
-    return jax.lax.fori_loop(num_done, num_requests, insert_one, (cache, result))
-
-
-def _check(config: CacheConfig, params: InsertParams) -> None:
     check_key(params.key, config)
     pages = params.key.token_ids.shape[-1] // config.page_size
     wanted = (*params.key.token_ids.shape[:-1], pages)
@@ -120,202 +96,204 @@ def _check(config: CacheConfig, params: InsertParams) -> None:
         )
 
 
-class _Plan(NamedTuple):
-    """Who takes which way and node; arrays are [requests, pages]."""
+class _Reads(NamedTuple):
+    """All that is read before the first write; arrays are [1, pages] unless noted."""
 
-    turn: jax.Array  # order of the lane in the batch
-    node: jax.Array  # proposed, new or shared node, or NULL
-    leads: jax.Array  # lanes whose page would be a new node
-    claimed: jax.Array  # table slot that the lane won, or NULL
-
-
-def _insert_together(cache: CacheState, params: InsertParams):
-    """Insert a batch up to its first irregular request (a single one: as it goes).
-
-    Returns:
-      ``(cache, result, requests done)``.
-    """
-    pages = _usable(propose(cache.tree, params.key, cache.config))
-    (pages, counters), tree = fence((pages, cache.counters), cache.tree)
-    cache = dataclasses.replace(cache, tree=tree, counters=counters)
-    table, plan = _plan(cache, pages)
-    tree = _write_keys(dataclasses.replace(tree, table=table), plan, pages)
-    verdict = _judge(cache, tree, plan, pages, params)
-    cache = dataclasses.replace(cache, tree=tree)
-    return _commit(cache, plan, pages, verdict, params)
-
-
-def _usable(pages: KeyPages) -> KeyPages:
-    """Cut keys before a page with a token id out of range."""
-    page = page_index(pages.node.shape[1])
-    bad = jnp.any(lane_or(pages.tokens) < 0, axis=-1)
-    bad = bad & (page < pages.num_pages[:, None])
-    num_pages = jnp.minimum(pages.num_pages, first_false(~bad))
-    status = pages.status | flag(bad, Status.BAD_TOKEN)
-    return pages._replace(num_pages=num_pages, status=status)
-
-
-def _plan(cache: CacheState, pages: KeyPages):
-    """Give a table way and a node to every page that has no node.
-
-    Returns:
-      ``(table, plan)``.
-    """
-    turn = jnp.arange(pages.node.size, dtype=jnp.int32).reshape(pages.node.shape)
-    wants = (pages.node == NULL) & (
-        page_index(pages.node.shape[1]) < pages.num_pages[:, None]
-    )
-    table, leader, claimed = place(cache.tree.table, pages, wants)
-    counters = cache.counters
-    leads = leader == turn
-    order = jnp.cumsum(leads.reshape(-1), dtype=jnp.int32).reshape(leads.shape) - 1
-    leads = leads & (order < free_lists.size(counters, Ring.NODES))
-    new = free_lists.front(cache.free_ids, counters, cache.config, Ring.NODES, order)
-    new = jnp.where(leads, new, NULL)
-    led = new.reshape(-1).at[jnp.maximum(leader, 0)].get(**IN_BOUNDS)
-    node = jnp.where(wants, jnp.where(leader == NULL, NULL, led), pages.node)
-    return table, _Plan(turn, node, leads, claimed)
-
-
-def _write_keys(tree: TreeArrays, plan: _Plan, pages: KeyPages) -> TreeArrays:
-    """Write keys of new pages to their nodes, which are still on the free list."""
-    nodes = tree.tokens.shape[0]
-    target = jnp.where(plan.leads, plan.node, nodes + plan.turn)
-    tokens = tree.tokens.at[target].set(pages.tokens, unique_indices=True, **DROP)
-    space = [pages.namespace[:, k, None] for k in range(NAMESPACE_WORDS)]
-    names = [PARENT, *range(NAMESPACE, NAMESPACE + NAMESPACE_WORDS)]
-    fields = put_many(tree.fields, names, target, [above(plan.node), *space])
-    return dataclasses.replace(tree, tokens=tokens, fields=fields)
+    tree: jax.Array  # [2]: pages that the tree holds, pages before a bad token
+    node: jax.Array  # proposed nodes
+    free_ways: jax.Array  # bit mask of each page's bucket
+    held: jax.Array  # FULL pages of the proposed nodes
+    fresh: jax.Array  # free nodes, for the new pages in order
+    owner: jax.Array  # who owns the caller's entries
+    generation: jax.Array  # of the free nodes
+    num_children: jax.Array  # [1, 1] of the node that the new pages hang on
 
 
 class _Verdict(NamedTuple):
-    """How much of each key stands, and what a result reports of it."""
+    """How much of a key stands; arrays are [1, 1] unless noted."""
 
-    num_done: jax.Array  # requests that are dealt with
-    old: jax.Array  # [requests] pages that the tree held before
-    cut: jax.Array  # [requests] pages that it will hold
-    prev: jax.Array  # [requests] pages that the caller shares already
-    kept: jax.Array  # [requests, pages] lanes to commit
-    entry: jax.Array  # [requests, pages] owner entries to settle, or past the end
-    owner: jax.Array  # the owner table, claims in it
-    status: jax.Array
-    num_crowded: jax.Array
+    old: jax.Array  # pages that the tree holds
+    cut: jax.Array  # pages that it will hold
+    prev: jax.Array  # pages that the caller shares already
+    attach: jax.Array  # node that the new pages hang on
+    node: jax.Array  # [1, pages] old and new nodes
+    slot: jax.Array  # [1, pages] table slot for each new page, or NULL
+    status: jax.Array  # []
 
 
-def _judge(cache, tree, plan: _Plan, pages: KeyPages, params) -> _Verdict:
-    """Decide how much of each key stands: its pages, links and the caller's entries."""
-    config = cache.config
-    page = page_index(plan.node.shape[1])
-    ok, _, _ = verify(tree, pages, plan.node)
-    value = jnp.asarray(params.value, jnp.int32)
-    nowhere = cache.owner.shape[0]
+def _read(cache: CacheState, pages: KeyPages, value) -> _Reads:
+    """Read whatever the insert depends on."""
+    config, tree, counters = cache.config, cache.tree, cache.counters
+    full = component_rules(config)[0]
+    length = pages.node.shape[1]
+    page = page_index(length)
+    ok, bad_token, (held,) = verify(tree, pages, pages.node, [full.value_field])
+    old, before_bad = first_two(~ok, bad_token)
+    # New nodes in the order of the pages: the k-th new page takes the k-th free node.
+    rank = jnp.clip(page - old, 0, length - 1)
+    fresh = free_lists.front(cache.free_ids, counters, config, Ring.NODES, rank)
+    attach = jnp.where(old > 0, _pick(pages.node, old - 1), ROOT)
+    nodes = num_rows(tree.fields)
+    places = [GENERATION * nodes + fresh, NUM_CHILDREN * nodes + attach]
+    read = tree.fields.at[jnp.concatenate(places, axis=1)].get(**IN_BOUNDS)
+    entry = _entry(config, value)
+    return _Reads(
+        tree=jnp.concatenate([old, before_bad], axis=1),
+        node=pages.node,
+        free_ways=pages.free_ways,
+        held=held,
+        fresh=fresh,
+        owner=cache.owner.at[entry].get(**IN_BOUNDS),
+        generation=read[:, :-1],
+        num_children=read[:, -1:],
+    )
+
+
+def _pick(x, place):
+    """One entry of [1, pages] as [1, 1]."""
+    place = jnp.clip(place[0, 0], 0, x.shape[1] - 1)
+    return jax.lax.dynamic_slice(x, (jnp.int32(0), place), (1, 1))
+
+
+def _entry(config: CacheConfig, value):
+    """Owner entries of FULL pages; the dummy's, which no request owns, for no page."""
     is_id = (value > 0) & (value <= config.num_pages)
-    entry = jnp.where(is_id, owner_offset(config, ComponentType.FULL) + value, nowhere)
-    theirs = cache.owner.at[jnp.minimum(entry, nowhere - 1)].get(**IN_BOUNDS)
-    is_theirs = is_id & (theirs == Owner.REQUEST)
-    entry = jnp.where(plan.leads & is_theirs, entry, nowhere)
-    (entry, is_theirs), owner = fence((entry, is_theirs), cache.owner)
-    # The second lane of the same id loses. A lane behind the cut may win an id that
-    # it will not use, but then every later lane of the key is behind the cut too.
-    owner, winner = claim(owner, (entry,), plan.turn)
-    entry = jnp.where(winner == plan.turn, entry, nowhere)
-    lacks = plan.leads & (entry == nowhere)
-    # A page that an earlier request of the batch leads is already there for this one.
-    old, cut = first_false(jnp.stack([ok & ~plan.leads, ok & ~lacks]))
-    prev = jnp.asarray(params.prev_prefix_len, jnp.int32)
-    bad_prev = prev < 0
-    prev = jnp.maximum(prev, 0) // config.page_size
-    is_stale = old < jnp.minimum(prev, pages.num_pages)
-    cut = jnp.where(is_stale, old, cut)
-    is_short = cut < pages.num_pages
-    request = jnp.arange(cut.shape[0], dtype=jnp.int32)
-    num_done = jnp.int32(1) if cut.shape[0] == 1 else first_false(~is_short)
-    done = request < num_done
-    short = is_short & ~is_stale & done
-    at_cut = page == cut[:, None]
-    no_node = (pages.node == NULL) & (plan.node == NULL) & (plan.claimed != NULL)
-    # A bad entry is the caller's fault even where no node was left to give it.
-    not_owned = (ok & lacks) | (no_node & ~is_theirs)
-    not_owned = short & jnp.any(at_cut & not_owned, -1)
-    no_node = short & jnp.any(at_cut & no_node, -1) & ~not_owned
-    crowded = short & ~no_node & ~not_owned
+    return owner_offset(config, ComponentType.FULL) + jnp.where(is_id, value, 0)
+
+
+def _judge(cache: CacheState, reads: _Reads, pages: KeyPages, params: InsertParams):
+    """Decide how much of the key stands.
+
+    Returns:
+      ``(cache, verdict)``; claims may be left in the table, see `place_key`.
+    """
+    config, counters = cache.config, cache.counters
+    page = page_index(reads.node.shape[1])
+    value = jnp.asarray(params.value, jnp.int32)
+    num_pages = jnp.minimum(pages.num_pages[:, None], reads.tree[:, 1:])
+    old = jnp.minimum(reads.tree[:, :1], num_pages)
+    is_new = (page >= old) & (page < num_pages)
+    wants = is_new & (reads.node == NULL)
+    pages = pages._replace(node=reads.node, free_ways=reads.free_ways)
+    table, slot, is_twin, is_second = place_key(cache.tree.table, pages, wants, value)
+    theirs = reads.owner == Owner.REQUEST
+    owner = cache.owner
+    if is_second is None:  # too many pages to compare all pairs
+        place = jnp.where(is_new & theirs, _entry(config, value), owner.shape[0])
+        owner, is_first = first_touch(owner, (place,), page)
+        is_second = ~is_first
+    theirs = theirs & ~is_second
+    has_way = wants & (slot != NULL) & ~is_twin
+    has_node = page - old < free_lists.size(counters, Ring.NODES)
+    # The first page that fails says why: the lowest code is the first page's.
+    reason = jnp.where(~has_way, _CROWDED, jnp.where(~theirs, _NOT_OWNED, _NO_NODE))
+    fails = is_new & ~(has_way & theirs & has_node)
+    code = jnp.min(jnp.where(fails, page * 4 + reason, num_pages * 4), -1)[:, None]
+    prev = jnp.asarray(params.prev_prefix_len, jnp.int32).reshape(1, 1)
+    prev_pages = jnp.maximum(prev, 0) // config.page_size
+    is_stale = old < jnp.minimum(prev_pages, num_pages)
+    cut = jnp.where(is_stale, old, code >> 2)
+    reason = jnp.where(is_stale, 0, code & 3)
+    attach = jnp.where(old > 0, _pick(reads.node, old - 1), ROOT)
     status = (
         pages.status
-        | flag(is_stale & done, Status.STALE_PREFIX)
-        | flag(no_node, Status.NODES_EXHAUSTED)
-        | flag(not_owned, Status.NOT_OWNED)
-        | flag(crowded, Status.TABLE_FULL)
-        | flag(bad_prev & done, Status.BAD_LENGTH)
+        | flag(reason == _CROWDED, Status.TABLE_FULL)
+        | flag(reason == _NOT_OWNED, Status.NOT_OWNED)
+        | flag(reason == _NO_NODE, Status.NODES_EXHAUSTED)
+        | flag(num_pages < pages.num_pages[:, None], Status.BAD_TOKEN)
+        | flag(is_stale, Status.STALE_PREFIX)
+        | flag(prev < 0, Status.BAD_LENGTH)
     )
-    kept = plan.leads & (page < cut[:, None]) & done[:, None]
-    num_crowded = jnp.sum(crowded, dtype=jnp.int32)
-    return _Verdict(num_done, old, cut, prev, kept, entry, owner, status, num_crowded)
+    # Computed once: XLA would do it anew for each of the many values to write.
+    bounds = jnp.concatenate([old, cut, attach], axis=1)
+    bounds = jax.lax.optimization_barrier(bounds)
+    old, cut, attach = bounds[:, :1], bounds[:, 1:2], bounds[:, 2:]
+    node = jnp.where(page < old, reads.node, reads.fresh)
+    tree = dataclasses.replace(cache.tree, table=table)
+    cache = dataclasses.replace(cache, tree=tree, owner=owner)
+    return cache, _Verdict(old, cut, prev_pages, attach, node, slot, status)
 
 
-def _commit(cache, plan: _Plan, pages: KeyPages, verdict: _Verdict, params):
-    """Write everything that stands and report it."""
-    config, tree, counters = cache.config, cache.tree, cache.counters
-    num_done, old, cut, prev, kept, entry, owner, status, num_crowded = verdict
-    num_requests, num_pages = plan.node.shape
-    request = jnp.arange(num_requests, dtype=jnp.int32)
-    page = page_index(num_pages)
-    done = request < num_done
-    in_tree = (page < cut[:, None]) & done[:, None]
-    path = jnp.where(in_tree, plan.node, NULL)
+# Why a page does not go in; 0 is no reason.
+_CROWDED, _NOT_OWNED, _NO_NODE = 1, 2, 3
+
+
+def _commit(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, params):
+    """Write everything that stands, once, and report it."""
+    config, counters, tree = cache.config, cache.counters, cache.tree
+    page = page_index(reads.node.shape[1])
     value = jnp.asarray(params.value, jnp.int32)
-    owner_now = jnp.where(kept, int(Owner.TREE), int(Owner.REQUEST))
-    owner = owner.at[entry].set(owner_now, **DROP)
-    # The table: kept claims name their node, the others are wiped.
-    table = put_entries(tree.table, plan.claimed, kept, plan.node, pages.fingerprint)
-    # What does not stand stays free, so it must not keep the parent written to it.
-    full = component_rules(config)[0]
-    names = [PARENT, DEPTH, TABLE_SLOT, full.value_field]
-    parent = above(plan.node)
-    record = [parent, jnp.broadcast_to(page + 1, parent.shape), plan.claimed, value]
-    record = [jnp.where(kept, x, NULL) for x in record]
-    led = jnp.where(plan.leads, plan.node, NULL)
-    fields = put_many(tree.fields, names, led, record)
-    grown = jnp.stack(
-        [
-            place_of(fields, GENERATION, jnp.where(kept, plan.node, NULL)),
-            place_of(fields, NUM_CHILDREN, jnp.where(kept, parent, NULL)),
-        ]
+    in_tree = page < verdict.cut
+    kept = in_tree & (page >= verdict.old)
+    node = verdict.node
+    target = jnp.where(kept, node, tree.tokens.shape[0] + page)
+    tree = dataclasses.replace(
+        tree,
+        fields=_put_fields(cache, reads, pages, verdict, value),
+        tokens=tree.tokens.at[target].set(pages.tokens, unique_indices=True, **DROP),
+        table=put_entries(tree.table, verdict.slot, kept, node, pages.fingerprint),
     )
-    fields = fields.at[grown].add(1, **DROP)
-    held = take(fields, full.value_field, jnp.maximum(path, ROOT))
-    held, fields = fence(jnp.where(in_tree, held, NULL), fields)
-    clock = counters[Counter.CLOCK] + request * (num_pages + 1)
-    hit = jnp.where(done, cut, 0)[:, None]
-    fields = refresh(cache, fields, path, hit, {full.type: held}, clock)
-    tree = dataclasses.replace(tree, table=table, fields=fields)
-    num_new = jnp.sum(kept, dtype=jnp.int32)
-    elapsed = num_done * (num_pages + 1)
-    high = flag(counters[Counter.CLOCK] + elapsed >= CLOCK_LIMIT, Status.CLOCK_HIGH)
+    entry = jnp.where(kept, _entry(config, value), cache.owner.shape[0])
+    owner = cache.owner.at[entry].set(int(Owner.TREE), **DROP)
+    num_new = (verdict.cut - verdict.old)[0, 0]
+    elapsed = page.shape[1] + 1
+    high = counters[Counter.CLOCK] + elapsed >= CLOCK_LIMIT
     counters = bump(
         counters,
         clock=elapsed,
         evictable__0=num_new,
-        table_overflows=num_crowded,
-        status=status | high,
+        table_overflows=(verdict.status & int(Status.TABLE_FULL) != 0),
+        status=verdict.status | flag(high, Status.CLOCK_HIGH),
         **free_lists.taken(counters, config, Ring.NODES, num_new),
     )
-    duplicate = (
-        in_tree & (page >= prev[:, None]) & ~kept & (held != value) & (value > 0)
-    )
+    ours = jnp.where(page < verdict.old, reads.held, value)
+    duplicate = in_tree & (page >= verdict.prev) & (ours != value) & (value > 0)
+    zero = jnp.zeros_like(verdict.old)
+    size = config.page_size
+    scalars = [verdict.old * size, verdict.cut * size, zero, zero]
     result = InsertResult(
-        path=path,
-        page_table=jnp.where(in_tree, held, value),
+        path=jnp.where(in_tree, node, NULL),
+        page_table=jnp.where(in_tree, ours, value),
         page_flags=kept.astype(jnp.int32) | duplicate.astype(jnp.int32) << 3,
-        scalars=jnp.stack(
-            [
-                old * config.page_size,
-                cut * config.page_size,
-                jnp.zeros_like(cut),
-                jnp.zeros_like(cut),
-            ],
-            -1,
-        ),
+        scalars=jnp.concatenate(scalars, axis=1),
     )
     cache = dataclasses.replace(cache, tree=tree, owner=owner, counters=counters)
-    cache, (result, num_done) = settle(cache, (result, num_done))
-    return cache, result, num_done
+    return cache, result
+
+
+def _put_fields(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, value):
+    """Write the fields of new nodes, and the recency of all, in one scatter."""
+    full = component_rules(cache.config)[0]
+    fields = cache.tree.fields
+    nodes, length = num_rows(fields), reads.node.shape[1]
+    page = page_index(length)
+    node, old, cut = verdict.node, verdict.old, verdict.cut
+    clock = cache.counters[Counter.CLOCK].reshape(1, 1)
+    record = {
+        # This one is written to old nodes too.
+        full.stamp_field: full.stamps(clock, length),
+        PARENT: above(node),
+        DEPTH: page + 1,
+        NUM_CHILDREN: (page + 1 < cut).astype(jnp.int32),  # new pages are a chain
+        GENERATION: reads.generation + 1,
+        TABLE_SLOT: verdict.slot,
+        full.value_field: value,
+    }
+    for k in range(NAMESPACE_WORDS):
+        record[NAMESPACE + k] = pages.namespace[:, k, None]
+    # The node that the first new page hangs on has one more child.
+    record[NUM_CHILDREN, "attach"] = reads.num_children + 1
+    names = [name[0] if isinstance(name, tuple) else name for name in record]
+    names = np.array(names, np.int32)[:, None]
+    row = jnp.arange(len(record), dtype=jnp.int32)[:, None]
+    is_attach = row == len(record) - 1
+    written = (page < cut) & ((page >= old) | (row == 0))
+    written = jnp.where(is_attach, (page == 0) & (cut > old), written)
+    place = names * nodes + jnp.where(is_attach, verdict.attach, node)
+    nowhere = fields.shape[0] + row * length + page
+    place = jnp.where(written, place, nowhere)
+    values = [jnp.broadcast_to(x, page.shape) for x in record.values()]
+    # Pieces of a few rows: XLA for CPU fuses no longer concatenation.
+    pieces = [jnp.concatenate(values[i : i + 4]) for i in range(0, len(values), 4)]
+    values = jnp.concatenate(pieces)
+    return fields.at[place].set(values, unique_indices=True, **DROP)

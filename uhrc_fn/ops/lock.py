@@ -6,7 +6,9 @@ somebody else's receipt.
 """
 
 import dataclasses
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .. import free_lists
@@ -39,6 +41,7 @@ from ..tree_arrays import (
 )
 from .claim import first_touch
 from .path import above, first, one, page_index
+from .reduce import sum_and_min
 
 
 def inc_lock_ref(
@@ -64,29 +67,26 @@ def inc_lock_ref_batch(
     cache: CacheState, match: MatchResult
 ) -> tuple[CacheState, IncLockRefResult]:
     """Lock a batch of matches, as if one after another."""
-    config, tree = cache.config, cache.tree
-    counters = cache.counters
+    config, counters = cache.config, cache.counters
     anchor, generation = match.best_match_node, match.generation
-    safe = jnp.clip(anchor, ROOT, num_rows(tree.fields) - 1)
-    is_alive = take(tree.fields, PARENT, safe) != NULL
-    fresh = is_alive & (take(tree.fields, GENERATION, safe) == generation)
-    fresh, fields = fence(fresh, tree.fields)
-    tree = dataclasses.replace(tree, fields=fields)
+    node, words = _read_path(config, cache.tree.fields, match.path, anchor)
+    words, fields = fence(words, cache.tree.fields)
+    reads = _reads(config, node, words)
+    is_alive = reads.anchor[PARENT] != NULL
+    fresh = is_alive & (reads.anchor[GENERATION] == generation)
     order = jnp.cumsum(fresh, dtype=jnp.int32) - 1
     granted = fresh & (order < free_lists.size(counters, Ring.LEDGER))
     row = free_lists.front(cache.free_ids, counters, config, Ring.LEDGER, order)
-    row = jnp.where(granted, row, NULL)
     serial = jnp.where(granted, counters[Counter.NEXT_SERIAL] + order, 0)
     count = jnp.sum(granted, dtype=jnp.int32)
     num_pages = jnp.where(granted, match.hit_length // config.page_size, 0)
     held_bits = sum(1 << r.type for r in component_rules(config))
     held = jnp.where(granted, held_bits, 0)
     path = jnp.where(granted[:, None], match.path, NULL)
-    fields, moved, _ = _add(config, fields, path, num_pages, held, 1)
+    fields, moved, _ = _add(config, fields, reads, path, num_pages, held, 1)
     record = jnp.stack([serial, anchor, held])
-    ledger = cache.ledger.at[:, _or_nowhere(row, granted, cache.ledger)].set(
-        record, **DROP
-    )
+    row = jnp.where(granted, row, cache.ledger.shape[1])
+    ledger = cache.ledger.at[:, row].set(record, **DROP)
     counters = bump(
         counters,
         next_serial=count,
@@ -96,11 +96,11 @@ def inc_lock_ref_batch(
         | flag(fresh & ~granted, Status.LEDGER_FULL),
         **free_lists.taken(counters, config, Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, fields=fields)
+    tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, ledger=ledger, counters=counters)
     delta = -moved[:, 0] * config.page_size
     anchor = jnp.where(granted, anchor, ROOT)
-    row = jnp.maximum(row, 0)
+    row = jnp.where(granted, row, 0)
     scalars = jnp.stack([serial, row, anchor, held, num_pages, delta], -1)
     return settle(cache, IncLockRefResult(path=path, scalars=scalars))
 
@@ -128,31 +128,32 @@ def dec_lock_ref_batch(
     cache: CacheState, receipt: IncLockRefResult | DecLockRefParams
 ) -> tuple[CacheState, DecLockRefResult]:
     """Give a batch of locks back, as if one after another."""
-    config, tree = cache.config, cache.tree
-    counters = cache.counters
+    config, counters = cache.config, cache.counters
     num_requests = receipt.path.shape[0]
-    turn = jnp.arange(num_requests, dtype=jnp.int32)
     row = jnp.clip(receipt.ledger_row, 0, config.max_live_receipts - 1)
     asked = receipt.serial != 0
-    ledger = cache.ledger
-    anchor = _of_row(ledger, ANCHOR, row)
     # The ledger's anchor is believed; the receipt's path must lead there.
+    record = cache.ledger.at[:, row].get(**IN_BOUNDS)
+    node, words = _read_path(config, cache.tree.fields, receipt.path, record[ANCHOR])
+    (record, words), ledger, fields = fence(
+        (record, words), cache.ledger, cache.tree.fields
+    )
+    reads = _reads(config, node, words)
     depth = receipt.num_pages
-    live = asked & (_of_row(ledger, SERIAL, row) == receipt.serial)
-    live = live & _leads_to(tree.fields, receipt.path, depth, anchor)
+    live = asked & (record[SERIAL] == receipt.serial)
+    live = live & _leads_to(reads, depth, record[ANCHOR])
     if num_requests > 1:  # the same receipt twice in a batch: the first one counts
-        place = (jnp.full_like(row, ANCHOR), _or_nowhere(row, live, ledger))
-        (place, anchor), ledger = fence((place, anchor), ledger)
+        turn = jnp.arange(num_requests, dtype=jnp.int32)
+        place = jnp.where(live, row, ledger.shape[1])
+        place = (jnp.full_like(row, ANCHOR), place)
         ledger, is_first = first_touch(ledger, place, turn)
         live = live & is_first
-    held = jnp.where(live, _of_row(ledger, HELD, row), 0)
+    held = jnp.where(live, record[HELD], 0)
     path = jnp.where(live[:, None], receipt.path, NULL)
-    reads, ledger, fields = fence((live, held, path, row), ledger, tree.fields)
-    live, held, path, row = reads
-    ledger = ledger.at[SERIAL, _or_nowhere(row, live, ledger)].set(0, **DROP)
-    fields, moved, oldest = _add(
-        config, fields, path, jnp.where(live, depth, 0), held, -1
-    )
+    place = jnp.where(live, row, ledger.shape[1])
+    ledger = ledger.at[SERIAL, place].set(0, **DROP)
+    num_pages = jnp.where(live, depth, 0)
+    fields, moved, oldest = _add(config, fields, reads, path, num_pages, held, -1)
     free_ids, count = free_lists.push(
         cache.free_ids, counters, config, Ring.LEDGER, row, live
     )
@@ -165,7 +166,7 @@ def dec_lock_ref_batch(
         status=flag(asked & ~live, Status.STALE_RECEIPT),
         **free_lists.given(Ring.LEDGER, count),
     )
-    tree = dataclasses.replace(tree, fields=fields)
+    tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(
         cache, tree=tree, ledger=ledger, free_ids=free_ids, counters=counters
     )
@@ -174,27 +175,59 @@ def dec_lock_ref_batch(
     return settle(cache, DecLockRefResult(scalars))
 
 
-def _of_row(ledger, record, row):
-    """Read one record of ledger rows; every row must be a real one."""
-    return ledger.at[record, row].get(**IN_BOUNDS)
+class _Reads(NamedTuple):
+    """What locks ask of a batch of paths."""
+
+    node: jax.Array  # [requests, pages], in range
+    parent: jax.Array  # [requests, pages]
+    by_component: dict  # type -> (lock, value, stamp), [requests, pages] each
+    anchor: dict  # field -> [requests]
 
 
-def _or_nowhere(row, is_meant, ledger):
-    """Ledger rows to write; past the end where nothing is meant."""
-    return jnp.where(is_meant, row, ledger.shape[1])
+def _read_path(config: CacheConfig, fields, path, anchor):
+    """Read all of it in one gather: ``(nodes in range, words)``, see `_reads`."""
+    nodes = num_rows(fields)
+    node = jnp.clip(path, ROOT, nodes - 1)
+    anchor = jnp.clip(anchor, ROOT, nodes - 1)[:, None]
+    place = [name * nodes + node for name in _path_fields(config)]
+    place += [name * nodes + anchor for name in _ANCHOR_FIELDS]
+    return node, fields.at[jnp.concatenate(place, axis=1)].get(**IN_BOUNDS)
 
 
-def _leads_to(fields, path, num_pages, anchor):
+_ANCHOR_FIELDS = (PARENT, GENERATION)
+
+
+def _path_fields(config: CacheConfig) -> list[int]:
+    rules = component_rules(config)
+    by_component = [(r.lock_field, r.value_field, r.stamp_field) for r in rules]
+    return [PARENT, *(name for fields in by_component for name in fields)]
+
+
+def _reads(config: CacheConfig, node, words) -> _Reads:
+    """Name the words that `_read_path` read."""
+    length, count = node.shape[1], len(_path_fields(config))
+    columns = [words[:, k * length : (k + 1) * length] for k in range(count)]
+    last = words[:, count * length :]
+    rules = enumerate(component_rules(config))
+    return _Reads(
+        node=node,
+        parent=columns[0],
+        by_component={r.type: columns[3 * k + 1 : 3 * k + 4] for k, r in rules},
+        anchor={name: last[:, k] for k, name in enumerate(_ANCHOR_FIELDS)},
+    )
+
+
+def _leads_to(reads: _Reads, num_pages, anchor):
     """Whether the first `num_pages` nodes of a path are the ancestors of `anchor`."""
-    page = page_index(path.shape[1])
-    inside = page < num_pages[:, None]
-    safe = jnp.clip(path, ROOT, num_rows(fields) - 1)
-    linked = jnp.where(inside, take(fields, PARENT, safe) == above(safe), True)
-    last = jnp.sum(jnp.where(page == num_pages[:, None] - 1, safe, 0), -1)
-    return jnp.all(linked, -1) & (last == anchor)
+    page = page_index(reads.node.shape[1])
+    strays = (page < num_pages[:, None]) & (reads.parent != above(reads.node))
+    misses = (page == num_pages[:, None] - 1) & (reads.node != anchor[:, None])
+    at_root = (num_pages <= 0) & (anchor != ROOT)
+    too_long = num_pages > reads.node.shape[1]
+    return ~jnp.any(strays | misses, -1) & ~at_root & ~too_long
 
 
-def _add(config: CacheConfig, fields, path, num_pages, held, step: int):
+def _add(config: CacheConfig, fields, reads: _Reads, path, num_pages, held, step: int):
     """Add `step` to the locks that `held` names along each path.
 
     Returns:
@@ -208,23 +241,25 @@ def _add(config: CacheConfig, fields, path, num_pages, held, step: int):
     moved = [jnp.zeros((num_requests,), jnp.int32)] * NUM_COMPONENTS
     oldest = jnp.int32(jnp.iinfo(jnp.int32).max)
     for r in component_rules(config):
+        before, value, stamp = reads.by_component[r.type]
         has = (held >> r.type) & 1 != 0
         locked = r.locks(page, num_pages[:, None]) & has[:, None] & (path != NULL)
-        node = jnp.where(locked, path, NULL)
-        safe = jnp.maximum(node, ROOT)
-        before = take(fields, r.lock_field, safe)
-        present = take(fields, r.value_field, safe) != NULL
-        stamp = take(fields, r.stamp_field, safe)
-        (before, present, stamp), fields = fence((before, present, stamp), fields)
-        place = place_of(fields, r.lock_field, node)
-        fields = fields.at[place].add(step, **DROP)
-        after, fields = fence(take(fields, r.lock_field, safe), fields)
-        edge = locked & ((before == 0) != (after == 0))
-        if num_requests > 1:  # a shared page crosses once: first lock, last unlock
+        place = place_of(fields, r.lock_field, jnp.where(locked, path, NULL))
+        if num_requests == 1:  # a path holds a node once
+            after = before + step
+            fields = fields.at[place].set(after, **DROP)
+            edge = locked & ((before == 0) != (after == 0))
+        else:  # a shared page crosses once: at its first lock, its last unlock
+            fields = fields.at[place].add(step, **DROP)
+            after, fields = fence(take(fields, r.lock_field, reads.node), fields)
             order = turn if step > 0 else path.size - 1 - turn
             fields, is_first = first_touch(fields, (place,), order)
-            edge = edge & is_first
-        moved[r.type] = jnp.sum(edge & present, -1, dtype=jnp.int32)
-        if r.removes_node:
-            oldest = jnp.min(jnp.where(edge, stamp, oldest))
+            edge = locked & ((before == 0) != (after == 0)) & is_first
+        crossed = (edge & (value != NULL)).astype(jnp.int32)
+        if r.removes_node and step < 0:
+            stamp = jnp.where(edge, stamp, oldest)
+            moved[r.type], oldest = sum_and_min(crossed, stamp)
+            oldest = jnp.min(oldest)
+        else:
+            moved[r.type] = jnp.sum(crossed, -1, dtype=jnp.int32)
     return fields, jnp.stack(moved, -1), oldest

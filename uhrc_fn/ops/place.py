@@ -6,6 +6,8 @@ Many pages claim ways in rounds, whose cost is linear; there a page may, with ti
 odds, stay unplaced, and `insert_batch` then turns to one request after another.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,22 +39,55 @@ def place(table, pages: KeyPages, wants):
       every claimed slot's node id.
     """
     turn = jnp.arange(wants.size, dtype=jnp.int32).reshape(wants.shape)
+    nth_free_slot = functools.partial(_nth_free_slot, pages)
+    if wants.size <= MAX_PAIRED:
+        leader, claimed = _by_pairs(pages, wants, turn, nth_free_slot)
+        return table, leader, claimed
+    return _by_rounds(table, pages, wants, turn, nth_free_slot)
+
+
+def place_key(table, pages: KeyPages, wants, value):
+    """Place the pages of one key that `wants` marks.
+
+    Args:
+      table: children table; claims may be left in it, see `place`.
+      pages: one key.
+      wants: bool [1, pages].
+      value: int32 [1, pages], the caller's entries.
+
+    Returns:
+      ``(table, slot, is_twin, is_second)``: the table slot of each page or `NULL`,
+      whether an earlier page has its bucket and fingerprint, and whether an earlier
+      page brings the same entry: None where there are too many pages to compare.
+    """
+    if wants.size > MAX_PAIRED:
+        table, leader, claimed = place(table, pages, wants)
+        turn = jnp.arange(wants.size, dtype=jnp.int32)[None]
+        return table, claimed, wants & (leader != turn), None
+    # [other, page]: XLA for CPU vectorises a reduction over the major axis.
+    bucket, print_ = pages.bucket[0], pages.fingerprint[0]
+    order = jnp.arange(wants.size, dtype=jnp.int32)
+    earlier = wants[0][:, None] & (order[:, None] < order[None])
+    neighbour = earlier & (bucket[:, None] == bucket[None])
+    twin = neighbour & (print_[:, None] == print_[None])
+    second = earlier & (value[0][:, None] == value[0][None])
+    # Three counts of at most 256 in one sum.
+    code = jnp.where(neighbour, 1, 0) + jnp.where(twin, 1 << 10, 0)
+    code = jnp.sum(code + jnp.where(second, 1 << 20, 0), axis=0, dtype=jnp.int32)[None]
+    slot = _nth_free_slot(pages, code & 1023, wants)
+    return table, slot, (code >> 10) & 1023 != 0, code >> 20 != 0
+
+
+def _nth_free_slot(pages: KeyPages, n, asks):
+    """Table slot of the n-th free way of each page's bucket, or `NULL`."""
     ways = jnp.arange(WAYS, dtype=jnp.int32)[None, None]
     free = pages.free_ways[..., None]
     is_free = (free >> ways) & 1 != 0
     below = jnp.left_shift(1, ways) - 1
     # The k-th free way has rank k; a taken one has none.
-    rank_of_way = jnp.where(is_free, jax.lax.population_count(free & below), NULL)
-
-    def nth_free_slot(n, asks):
-        is_it = rank_of_way == n[..., None]
-        way = jnp.sum(jnp.where(is_it, ways, 0), -1, dtype=jnp.int32)
-        return jnp.where(asks & jnp.any(is_it, -1), pages.bucket * WAYS + way, NULL)
-
-    if wants.size <= MAX_PAIRED:
-        leader, claimed = _by_pairs(pages, wants, turn, nth_free_slot)
-        return table, leader, claimed
-    return _by_rounds(table, pages, wants, turn, nth_free_slot)
+    is_it = is_free & (jax.lax.population_count(free & below) == n[..., None])
+    way = jnp.max(jnp.where(is_it, ways, NULL), -1)
+    return jnp.where(asks & (way != NULL), pages.bucket * WAYS + way, NULL)
 
 
 def _by_pairs(pages: KeyPages, wants, turn, nth_free_slot):
