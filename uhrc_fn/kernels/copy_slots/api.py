@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from ...by_platform import by_platform
 from ..arguments import as_buffers, batched, merge_ranks, merged_rows, require_lanes
-from . import cpu, reference, tpu
+from . import cpu, tpu
 
 
 def copy_slots(buffers, src, dst):
@@ -36,14 +37,7 @@ def _copy_slots(buffers, src, dst):
     rows = buffers[0].shape[0]
     is_live = (src > 0) & (src < rows) & (dst > 0) & (dst < rows) & (src != dst)
     src, dst = jnp.where(is_live, src, 0), jnp.where(is_live, dst, 0)
-    return jax.lax.platform_dependent(
-        buffers,
-        src,
-        dst,
-        default=reference.copy_slots,
-        cpu=cpu.copy_slots,
-        tpu=tpu.copy_slots,
-    )
+    return by_platform(cpu.copy_slots, tpu=tpu.copy_slots)(buffers, src, dst)
 
 
 @_copy_slots.def_vmap

@@ -1,4 +1,6 @@
-"""`copy_slots` for the CPU: piece by piece, each small enough for the first cache.
+"""`copy_slots` for the CPU: piece by piece, each small enough for its caches.
+
+The default wherever there is no kernel.
 
 A gather writes the rows to memory and a scatter reads them back, which halves the
 bandwidth. A piece of a row never leaves the cache on its way.

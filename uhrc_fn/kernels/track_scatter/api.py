@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from ...by_platform import by_platform
 from ..arguments import (
     as_buffers,
     batched,
@@ -55,13 +56,8 @@ def _track_scatter(buffers, rows, index):
     if not buffers:
         return buffers
     is_slot = (index > 0) & (index < buffers[0].shape[0])
-    return jax.lax.platform_dependent(
-        buffers,
-        rows,
-        jnp.where(is_slot, index, 0),
-        default=reference.track_scatter,
-        tpu=tpu.track_scatter,
-    )
+    write = by_platform(reference.track_scatter, tpu=tpu.track_scatter)
+    return write(buffers, rows, jnp.where(is_slot, index, 0))
 
 
 @_track_scatter.def_vmap
