@@ -14,7 +14,9 @@ from ..tree_arrays import DROP, IN_BOUNDS, fence, settle
 from .claim import first_touch
 from .evict import evict_full
 from .path import first, page_index
-from .place import MAX_PAIRED
+
+# Up to so many ids a table of all pairs finds repeated ones at less cost than claims.
+_MAX_PAIRED = 64
 
 
 def alloc_pages(
@@ -183,7 +185,7 @@ def _is_second(owner, entry, owned):
       ``(owner, is_second)``.
     """
     turn = jnp.arange(entry.shape[0], dtype=jnp.int32)
-    if entry.shape[0] <= MAX_PAIRED:
+    if entry.shape[0] <= _MAX_PAIRED:
         earlier = owned[:, None] & (turn[:, None] < turn[None])
         same = earlier & (entry[:, None] == entry[None])
         return owner, owned & (jnp.sum(same, axis=0, dtype=jnp.int32) > 0)

@@ -22,9 +22,9 @@ from ..config import CacheConfig
 from ..tree_arrays import NAMESPACE_WORDS
 
 _LANES = 8
-# Up to so many pages, or pairs of pages, a prefix sum is cheaper as a triangle of all
-# pairs: on a CPU, and on a TPU.
-_MAX_TRIANGLE = 128
+# Up to these sizes a prefix sum is cheaper on a CPU in two short steps than in many,
+# and up to so many pairs of pages on a TPU as a triangle of them all.
+_ROW, _MAX_ROWS, _MAX_BY_ROWS = 8, 32, 1024
 _MAX_PAIRS_TPU = 1 << 20
 _MIX1, _MIX2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -123,28 +123,36 @@ def _chain_default(tokens, namespace, constants: _Constants):
     terms = _token_terms(tokens).reshape(shape) * _like(weights, len(shape))
     lane = jnp.sum(terms, axis=-2, dtype=jnp.uint32)
     lane = _mix(lane + _like(constants.salt, lane.ndim))
-    words = []
+    terms, seeds = [], []
     for j in range(2):
-        terms = lane * _like(constants.lane[j], lane.ndim)
-        page = jnp.sum(terms, axis=-1, dtype=jnp.uint32)
+        page = lane * _like(constants.lane[j], lane.ndim)
+        page = jnp.sum(page, axis=-1, dtype=jnp.uint32)
+        terms.append(page * _like(constants.page[j], 2))
         # Word by word, not as a reduction: this is one scalar a request.
         seed = constants.start[j]
         for k in range(NAMESPACE_WORDS):
             word = namespace[:, k].astype(jnp.uint32)
             seed = seed + word * constants.namespace[j, k]
-        total = _prefix_sum(page * _like(constants.page[j], 2)) + seed[:, None]
-        words.append(jax.lax.bitcast_convert_type(total, jnp.int32))
-    return words
+        seeds.append(seed)
+    total = _prefix_sum(jnp.stack(terms)) + jnp.stack(seeds)[..., None]
+    return list(jax.lax.bitcast_convert_type(total, jnp.int32))
 
 
 def _prefix_sum(x):
-    """Inclusive prefix sum over the last axis of [requests, pages]."""
-    pages = x.shape[1]
-    if x.size > _MAX_TRIANGLE:
-        return jnp.cumsum(x, axis=1, dtype=x.dtype)
-    # One masked reduction over the major axis instead of several dependent steps.
-    until = np.tri(pages, dtype=bool).T[None]
-    return jnp.sum(jnp.where(until, x[:, :, None], np.uint32(0)), axis=1, dtype=x.dtype)
+    """Inclusive prefix sum over the last axis of [2, requests, pages]."""
+    pages = x.shape[-1]
+    if pages % _ROW or pages > _ROW * _MAX_ROWS or x.size > _MAX_BY_ROWS:
+        return jnp.cumsum(x, axis=-1, dtype=x.dtype)
+    # Within rows of 8, then over the rows: short sums, which XLA for CPU leaves whole.
+    x = x.reshape(*x.shape[:-1], pages // _ROW, _ROW)
+    until = _like(np.tri(_ROW, dtype=bool).T, x.ndim + 1)
+    within = jnp.where(until, x[..., None], np.uint32(0))
+    within = jnp.sum(within, axis=-2, dtype=x.dtype)
+    rows = within[..., -1]
+    earlier = _like(np.tri(pages // _ROW, k=-1, dtype=bool).T, x.ndim)
+    before = jnp.where(earlier, rows[..., None], np.uint32(0))
+    before = jnp.sum(before, axis=-2, dtype=x.dtype)
+    return (within + before[..., None]).reshape(*x.shape[:-2], pages)
 
 
 def _chain_tpu(tokens, namespace, constants: _Constants):

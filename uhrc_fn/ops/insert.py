@@ -295,5 +295,5 @@ def _put_fields(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, valu
     values = [jnp.broadcast_to(x, page.shape) for x in record.values()]
     # Pieces of a few rows: XLA for CPU fuses no longer concatenation.
     pieces = [jnp.concatenate(values[i : i + 4]) for i in range(0, len(values), 4)]
-    values = jnp.concatenate(pieces)
+    values = jnp.concatenate(jax.lax.optimization_barrier(pieces))
     return fields.at[place].set(values, unique_indices=True, **DROP)
