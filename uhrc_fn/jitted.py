@@ -10,7 +10,7 @@ import functools
 import jax
 
 from . import state as _state
-from .ops import allocate, clock, lock, match
+from .ops import allocate, clock, free, lock, match
 from .ops import evict as _evict
 from .ops.insert import insert as _insert
 from .ops.insert_batch import insert_batch as _insert_batch
@@ -32,7 +32,18 @@ alloc_pages = _donated(allocate.alloc_pages, static_argnames=("max_new", "partia
 alloc_pages_batch = _donated(
     allocate.alloc_pages_batch, static_argnames=("max_new", "partial")
 )
-free_pages = _donated(allocate.free_pages)
+alloc_swa_pages = _donated(
+    allocate.alloc_swa_pages, static_argnames=("max_new", "partial")
+)
+alloc_slots = _donated(allocate.alloc_slots, static_argnames=("max_new", "partial"))
+alloc_request = _donated(
+    allocate.alloc_request, static_argnames=("max_pages", "max_swa_pages", "max_slots")
+)
+free_pages = _donated(free.free_pages)
+free_swa_pages = _donated(free.free_swa_pages)
+free_slots = _donated(free.free_slots)
+release_window = _donated(lock.release_window)
+release_window_batch = _donated(lock.release_window_batch)
 compact_clock = _donated(clock.compact_clock)
 # A reset reads little of the state, but its buffers are wanted.
 reset = _donated(_state.reset, keep_unused=True)

@@ -62,7 +62,7 @@ class MatchResult(_Scalars):
     """FULL pages of the hit, 0-padded."""
     path: Int32[Array, " *batch pages"]
     """Nodes of the FULL run, which may be longer than the hit; `NULL`-padded."""
-    scalars: Int32[Array, " *batch 10"]
+    scalars: Int32[Array, " *batch 11"]
 
     @property
     def hit_length(self):
@@ -113,6 +113,11 @@ class MatchResult(_Scalars):
     def lost_tokens(self):
         """[3] tokens of the FULL run that each component could not serve."""
         return self.scalars[..., 7 : 7 + NUM_COMPONENTS]
+
+    @property
+    def is_full_only(self):
+        """Whether FULL alone was asked; a lock on it then holds no RECURRENT."""
+        return self._scalar(10)
 
     @property
     def cache_protected_len(self):

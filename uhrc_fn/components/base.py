@@ -13,6 +13,10 @@ import jax.numpy as jnp
 from ..config import CacheConfig, ComponentType
 from ..tree_arrays import LAST_ACCESS, LOCK_REF, NULL, VALUE
 
+# What was stamped low goes before everything else of its component: its stamp is this
+# much lower, so below zero, and low ones keep their order.
+LOW_STAMP = 1 << 30
+
 
 class Component(abc.ABC):
     """Rules of one kind of state; stateless but for the static config."""
@@ -110,6 +114,23 @@ class Component(abc.ABC):
         size = self.config.page_size
         floor = full_pages * size // self.grid() * self.grid()
         return jnp.where(floor > accepted_pages * size, floor, 0)
+
+    def stamps_insert(self, page, cut, taken, value, stamp):
+        """Which pages an insert stamps, and how.
+
+        Args:
+          page: int32 [1, pages].
+          cut: int32 [1, 1], pages that the tree holds after the insert.
+          taken: bool [1, pages], the entries that it takes (RECURRENT: or that stood
+            where it brings one).
+          value: int32 [1, pages], what the nodes held.
+          stamp: int32 [1, pages], what `stamps` gives.
+
+        Returns:
+          ``(written, stamps)``.
+        """
+        del taken, value
+        return page < cut, stamp
 
     def adopts(self, page, value, offered, is_new, evicted_seqlen):
         """Which offered entries an insert takes.

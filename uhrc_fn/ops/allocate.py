@@ -1,22 +1,27 @@
-"""Allocate and free pool pages; what is short is evicted, exactly the deficit."""
+"""Allocate pool entries; what is short is evicted, exactly the deficit."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import free_lists
-from ..config import ComponentType
+from ..components import REGISTRY
+from ..components.base import Component
+from ..config import CacheConfig, ComponentType
 from ..params import AllocResult, MatchResult
 from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
-from ..tree_arrays import DROP, IN_BOUNDS, fence, settle
-from .claim import first_touch
-from .evict import evict_full
+from ..tree_arrays import DROP, settle
+from .evict import evict_full, evict_values
 from .path import first, page_index
 
-# Up to so many ids a table of all pairs finds repeated ones at less cost than claims.
-_MAX_PAIRED = 64
+EXHAUSTED = (
+    Status.PAGES_EXHAUSTED,
+    Status.SWA_PAGES_EXHAUSTED,
+    Status.SLOTS_EXHAUSTED,
+)
 
 
 def alloc_pages(
@@ -67,23 +72,155 @@ def alloc_pages_batch(
       max_new: static bound on each.
       partial: give what there is instead of all or none (static).
     """
+    return _alloc(cache, ComponentType.FULL, num_new, max_new, partial)
+
+
+def alloc_swa_pages(
+    cache: CacheState, num_new, *, max_new: int | None = None, partial: bool = False
+) -> tuple[CacheState, AllocResult]:
+    """Give SWA pages to a request, evicting the deficit; see `alloc_pages`.
+
+    Raises:
+      ValueError: the cache has no SWA component.
+
+    Status:
+      SWA_PAGES_EXHAUSTED, BAD_LENGTH.
+    """
+    return _alloc_one(cache, ComponentType.SWA, num_new, max_new, partial)
+
+
+def alloc_slots(
+    cache: CacheState, num_new, *, max_new: int | None = None, partial: bool = False
+) -> tuple[CacheState, AllocResult]:
+    """Give recurrent slots to a request, evicting the deficit; see `alloc_pages`.
+
+    A slot holds what its last owner left: a fresh request reads zeros by its mask.
+
+    Raises:
+      ValueError: the cache has no RECURRENT component.
+
+    Status:
+      SLOTS_EXHAUSTED, BAD_LENGTH.
+    """
+    return _alloc_one(cache, ComponentType.RECURRENT, num_new, max_new, partial)
+
+
+class RequestAlloc(NamedTuple):
+    """What `alloc_request` gave; a component that the cache lacks gives nothing."""
+
+    pages: AllocResult
+    swa_pages: AllocResult
+    slots: AllocResult
+
+    @property
+    def ok(self):
+        """Whether all of it was given."""
+        return self.pages.ok & self.swa_pages.ok & self.slots.ok
+
+
+def alloc_request(
+    cache: CacheState,
+    num_pages,
+    num_swa_pages=0,
+    num_slots=0,
+    *,
+    max_pages: int,
+    max_swa_pages: int = 1,
+    max_slots: int = 1,
+) -> tuple[CacheState, RequestAlloc]:
+    """Give a request what it needs of every pool, all or none.
+
+    Args:
+      cache: the state.
+      num_pages: FULL pages wanted.
+      num_swa_pages: SWA pages wanted; 0 where the cache has none.
+      num_slots: recurrent slots wanted; 0 where the cache has none.
+      max_pages: static bound, as are the other two.
+      max_swa_pages: static bound.
+      max_slots: static bound.
+
+    Returns:
+      ``(cache, allocs)``. Every deficit is checked before anything is evicted.
+
+    Status:
+      PAGES_EXHAUSTED, SWA_PAGES_EXHAUSTED, SLOTS_EXHAUSTED: nothing was evicted or
+      given. BAD_LENGTH: a count was clipped to its bound.
+    """
+    asked = [num_pages, num_swa_pages, num_slots]
+    most = (max_pages, max_swa_pages, max_slots)
     config = cache.config
-    if not isinstance(max_new, int) or not 1 <= max_new <= config.num_pages:
+    wanted, bits, short = [], jnp.int32(0), jnp.zeros((), bool)
+    for kind in ComponentType:
+        number = jnp.asarray(asked[kind], jnp.int32)
+        limit = most[kind] if kind in config.components else 0
+        kept = jnp.clip(number, 0, limit)
+        lacks = kept > _room(cache, kind)
+        bits = bits | flag(number != kept, Status.BAD_LENGTH)
+        bits = bits | flag(lacks, EXHAUSTED[kind])
+        short = short | lacks
+        wanted.append(kept)
+    counters = bump(cache.counters, status=bits)
+    cache = dataclasses.replace(cache, counters=counters)
+    results = {}
+    # Pages last: what goes with an evicted page is then already counted.
+    for kind in (ComponentType.RECURRENT, ComponentType.SWA, ComponentType.FULL):
+        if kind not in config.components:
+            none = jnp.zeros((most[kind],), jnp.int32)
+            results[kind] = AllocResult(none, jnp.array([0, 1], jnp.int32))
+            continue
+        number = jnp.where(short, 0, wanted[kind])[None]
+        cache, result = _alloc(cache, kind, number, most[kind], False)
+        ok = jnp.where(short, 0, 1)
+        scalars = jnp.stack([result.count[0], ok])
+        results[kind] = AllocResult(result.ids[0], scalars)
+    return cache, RequestAlloc(*(results[kind] for kind in ComponentType))
+
+
+def _alloc_one(cache, kind: ComponentType, num_new, max_new, partial):
+    if max_new is None:
+        max_new = _static_count(num_new)
+    num_new = jnp.asarray(num_new, jnp.int32)[None]
+    cache, result = _alloc(cache, kind, num_new, max_new, partial)
+    return cache, first(result)
+
+
+def _room(cache: CacheState, kind: ComponentType):
+    """Entries of a pool that a request could get."""
+    return free_lists.size(cache.counters, Ring(int(kind))) + cache.evictable[kind]
+
+
+def _rules(config: CacheConfig, kind: ComponentType) -> Component:
+    if kind in config.components:
+        return REGISTRY[kind](config)
+    raise ValueError(
+        f"the cache has components {[c.name for c in config.components]}; wanted "
+        f"{kind.name} among them. Build the cache with it."
+    )
+
+
+def _alloc(
+    cache: CacheState, kind: ComponentType, num_new, max_new: int, partial: bool
+):
+    """Give entries of a pool to a batch of requests."""
+    config = cache.config
+    rules, ring = _rules(config, kind), Ring(int(kind))
+    most = config.capacities[kind]
+    if not isinstance(max_new, int) or not 1 <= max_new <= most:
         raise ValueError(
-            f"max_new={max_new!r}; wanted a static int from 1 to "
-            f"num_pages={config.num_pages}. It is the length of the padded result."
+            f"max_new={max_new!r}; wanted a static int from 1 to the {most} entries of "
+            f"the {kind.name} pool. It is the length of the padded result."
         )
     asked = jnp.asarray(num_new, jnp.int32)
     wanted = jnp.clip(asked, 0, max_new)
-    ring = Ring.FULL
-    num_free = free_lists.size(cache.counters, ring)
-    room = num_free + cache.evictable[ComponentType.FULL]
-    given = _admit(wanted, room, partial)
+    given = _admit(wanted, _room(cache, kind), partial)
     total = jnp.sum(given, dtype=jnp.int32)
+    deficit = jnp.maximum(total - free_lists.size(cache.counters, ring), 0)
     bound = min(config.num_nodes, max_new * wanted.shape[0])
-    # What is evicted is given: the deficit leaves no page free.
-    deficit = jnp.maximum(total - num_free, 0)
-    cache, _ = evict_full(cache, deficit, bound, are_given=True)
+    if rules.removes_node:
+        # What is evicted is given: the deficit leaves no page free.
+        cache, _ = evict_full(cache, deficit, bound, are_given=True)
+    else:
+        cache, _ = evict_values(cache, rules, deficit, bound)
 
     lane = page_index(max_new)
     is_given = lane < given[:, None]
@@ -92,14 +229,12 @@ def alloc_pages_batch(
     rank = jnp.where(is_given, rank, 0)
     ids = free_lists.front(cache.free_ids, cache.counters, config, ring, rank)
     ids = jnp.where(is_given, ids, 0)
-    place = jnp.where(
-        is_given, owner_offset(config, ComponentType.FULL) + ids, cache.owner.shape[0]
-    )
+    place = jnp.where(is_given, owner_offset(config, kind) + ids, cache.owner.shape[0])
     owner = cache.owner.at[place].set(int(Owner.REQUEST), **DROP)
     ok = given == wanted
     status = flag(asked != wanted, Status.BAD_LENGTH)
     if not partial:
-        status = status | flag(~ok, Status.PAGES_EXHAUSTED)
+        status = status | flag(~ok, EXHAUSTED[kind])
     counters = bump(
         cache.counters,
         status=status,
@@ -132,66 +267,6 @@ def _admit(wanted, room, partial: bool):
         return left - given, given
 
     return jax.lax.scan(admit, room, wanted)[1]
-
-
-def free_pages(cache: CacheState, ids) -> CacheState:
-    """Return a request's FULL pages to the free list.
-
-    Args:
-      cache: the state.
-      ids: int32 [n] page ids; 0 is padding.
-
-    Returns:
-      The cache.
-
-    Status:
-      DOUBLE_FREE, FREED_TREE_PAGE, BAD_PAGE: those ids were left alone, the others
-      were freed.
-    """
-    config = cache.config
-    ids = jnp.asarray(ids, jnp.int32).reshape(-1)
-    is_id = (ids > 0) & (ids <= config.num_pages)
-    entry = owner_offset(config, ComponentType.FULL) + jnp.where(is_id, ids, 0)
-    owner_of, owner = fence(cache.owner.at[entry].get(**IN_BOUNDS), cache.owner)
-    owned = owner_of == Owner.REQUEST
-    owner, is_second = _is_second(owner, entry, owned)
-    is_freed = owned & ~is_second
-    place = jnp.where(is_freed, entry, owner.shape[0])
-    owner = owner.at[place].set(int(Owner.FREE), **DROP)
-    free_ids, count = free_lists.push(
-        cache.free_ids, cache.counters, config, Ring.FULL, ids, is_freed
-    )
-    is_double = is_second | (is_id & (owner_of == Owner.FREE))
-    bits = (
-        jnp.where((ids != 0) & ~is_id, int(Status.BAD_PAGE), 0)
-        | jnp.where(is_double, int(Status.DOUBLE_FREE), 0)
-        | jnp.where(is_id & (owner_of == Owner.TREE), int(Status.FREED_TREE_PAGE), 0)
-    )
-    counters = bump(
-        cache.counters,
-        status=jax.lax.reduce_or(bits, axes=(0,)),
-        **free_lists.given(Ring.FULL, count),
-    )
-    cache = dataclasses.replace(
-        cache, owner=owner, free_ids=free_ids, counters=counters
-    )
-    return settle(cache, ())[0]
-
-
-def _is_second(owner, entry, owned):
-    """Which lanes name an entry that an earlier lane names.
-
-    Returns:
-      ``(owner, is_second)``.
-    """
-    turn = jnp.arange(entry.shape[0], dtype=jnp.int32)
-    if entry.shape[0] <= _MAX_PAIRED:
-        earlier = owned[:, None] & (turn[:, None] < turn[None])
-        same = earlier & (entry[:, None] == entry[None])
-        return owner, owned & (jnp.sum(same, axis=0, dtype=jnp.int32) > 0)
-    place = jnp.where(owned, entry, owner.shape[0])
-    owner, is_first = first_touch(owner, (place,), turn)
-    return owner, owned & ~is_first
 
 
 def page_table(match: MatchResult, alloc: AllocResult):

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from ..components import component_rules
+from ..components.base import LOW_STAMP
 from ..state import CacheState, Counter
 from ..status import Status
-from ..tree_arrays import fence, num_rows, row_of, settle
+from ..tree_arrays import NULL, fence, num_rows, row_of, settle
 
 
 def compact_clock(cache: CacheState) -> CacheState:
@@ -34,7 +35,9 @@ def compact_clock(cache: CacheState) -> CacheState:
             .at[order]
             .set(jnp.arange(nodes, dtype=jnp.int32), unique_indices=True)
         )
-        stamp, fields = fence(jnp.where(stamp < 0, stamp, rank), fields)
+        # `NULL` stays; what is low stays low.
+        settled = jnp.where(stamp < NULL, rank - LOW_STAMP, rank)
+        stamp, fields = fence(jnp.where(stamp == NULL, NULL, settled), fields)
         start = r.stamp_field * nodes
         fields = jax.lax.dynamic_update_slice(fields, stamp, (start,))
     counters = cache.counters.at[int(Counter.CLOCK)].set(nodes)

@@ -35,6 +35,7 @@ from ..tree_arrays import (
     put_entries,
     settle,
 )
+from .adopt import adopt, extra_fields, settle_owner
 from .claim import first_touch
 from .path import (
     KeyPages,
@@ -103,6 +104,7 @@ class _Reads(NamedTuple):
     node: jax.Array  # proposed nodes
     free_ways: jax.Array  # bit mask of each page's bucket
     held: jax.Array  # FULL pages of the proposed nodes
+    extra: dict  # field -> what else they hold, see `adopt`
     fresh: jax.Array  # free nodes, for the new pages in order
     owner: jax.Array  # who owns the caller's entries
     generation: jax.Array  # of the free nodes
@@ -116,6 +118,7 @@ class _Verdict(NamedTuple):
     cut: jax.Array  # pages that it will hold
     prev: jax.Array  # pages that the caller shares already
     attach: jax.Array  # node that the new pages hang on
+    is_stale: jax.Array  # the tree lost pages that the caller shares
     node: jax.Array  # [1, pages] old and new nodes
     slot: jax.Array  # [1, pages] table slot for each new page, or NULL
     status: jax.Array  # []
@@ -127,7 +130,9 @@ def _read(cache: CacheState, pages: KeyPages, value) -> _Reads:
     full = component_rules(config)[0]
     length = pages.node.shape[1]
     page = page_index(length)
-    ok, bad_token, (held,) = verify(tree, pages, pages.node, [full.value_field])
+    names = extra_fields(config)
+    also = [full.value_field, *names]
+    ok, bad_token, (held, *extra) = verify(tree, pages, pages.node, also)
     old, before_bad = first_two(~ok, bad_token)
     # New nodes in the order of the pages: the k-th new page takes the k-th free node.
     rank = jnp.clip(page - old, 0, length - 1)
@@ -142,6 +147,7 @@ def _read(cache: CacheState, pages: KeyPages, value) -> _Reads:
         node=pages.node,
         free_ways=pages.free_ways,
         held=held,
+        extra=dict(zip(names, extra, strict=True)),
         fresh=fresh,
         owner=cache.owner.at[entry].get(**IN_BOUNDS),
         generation=read[:, :-1],
@@ -211,7 +217,8 @@ def _judge(cache: CacheState, reads: _Reads, pages: KeyPages, params: InsertPara
     node = jnp.where(page < old, reads.node, reads.fresh)
     tree = dataclasses.replace(cache.tree, table=table)
     cache = dataclasses.replace(cache, tree=tree, owner=owner)
-    return cache, _Verdict(old, cut, prev_pages, attach, node, slot, status)
+    verdict = _Verdict(old, cut, prev_pages, attach, is_stale, node, slot, status)
+    return cache, verdict
 
 
 # Why a page does not go in; 0 is no reason.
@@ -226,15 +233,23 @@ def _commit(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, params):
     in_tree = page < verdict.cut
     kept = in_tree & (page >= verdict.old)
     node = verdict.node
+    bounds = (verdict.old, verdict.cut, verdict.prev, verdict.is_stale)
+    cache, adoptions = adopt(cache, reads.extra, params, bounds, params.key.length)
     target = jnp.where(kept, node, tree.tokens.shape[0] + page)
     tree = dataclasses.replace(
         tree,
-        fields=_put_fields(cache, reads, pages, verdict, value),
+        fields=_put_fields(cache, reads, pages, verdict, value, adoptions),
         tokens=tree.tokens.at[target].set(pages.tokens, unique_indices=True, **DROP),
         table=put_entries(tree.table, verdict.slot, kept, node, pages.fingerprint),
     )
     entry = jnp.where(kept, _entry(config, value), cache.owner.shape[0])
     owner = cache.owner.at[entry].set(int(Owner.TREE), **DROP)
+    owner = settle_owner(owner, adoptions)
+    status = verdict.status
+    counts = {}
+    for adoption in adoptions:
+        status = status | adoption.status
+        counts |= adoption.counts
     num_new = (verdict.cut - verdict.old)[0, 0]
     elapsed = page.shape[1] + 1
     high = counters[Counter.CLOCK] + elapsed >= CLOCK_LIMIT
@@ -243,25 +258,34 @@ def _commit(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, params):
         clock=elapsed,
         evictable__0=num_new,
         table_overflows=(verdict.status & int(Status.TABLE_FULL) != 0),
-        status=verdict.status | flag(high, Status.CLOCK_HIGH),
+        status=status | flag(high, Status.CLOCK_HIGH),
+        **counts,
         **free_lists.taken(counters, config, Ring.NODES, num_new),
     )
     ours = jnp.where(page < verdict.old, reads.held, value)
     duplicate = in_tree & (page >= verdict.prev) & (ours != value) & (value > 0)
-    zero = jnp.zeros_like(verdict.old)
+    flags = kept.astype(jnp.int32) | duplicate.astype(jnp.int32) << 3
+    exists = committed = jnp.zeros_like(verdict.old)
+    for adoption in adoptions:
+        bit = int(adoption.rules.type)
+        flags = flags | adoption.taken.astype(jnp.int32) << bit
+        flags = flags | adoption.duplicate.astype(jnp.int32) << (bit + 3)
+        if not adoption.rules.entry_is_page:
+            exists = adoption.exists.astype(jnp.int32)
+            committed = jnp.any(adoption.taken, -1, keepdims=True).astype(jnp.int32)
     size = config.page_size
-    scalars = [verdict.old * size, verdict.cut * size, zero, zero]
+    scalars = [verdict.old * size, verdict.cut * size, exists, committed]
     result = InsertResult(
         path=jnp.where(in_tree, node, NULL),
         page_table=jnp.where(in_tree, ours, value),
-        page_flags=kept.astype(jnp.int32) | duplicate.astype(jnp.int32) << 3,
+        page_flags=flags,
         scalars=jnp.concatenate(scalars, axis=1),
     )
     cache = dataclasses.replace(cache, tree=tree, owner=owner, counters=counters)
     return cache, result
 
 
-def _put_fields(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, value):
+def _put_fields(cache, reads: _Reads, pages, verdict: _Verdict, value, adoptions):
     """Write the fields of new nodes, and the recency of all, in one scatter."""
     full = component_rules(cache.config)[0]
     fields = cache.tree.fields
@@ -269,9 +293,8 @@ def _put_fields(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, valu
     page = page_index(length)
     node, old, cut = verdict.node, verdict.old, verdict.cut
     clock = cache.counters[Counter.CLOCK].reshape(1, 1)
+    kept = (page >= old) & (page < cut)
     record = {
-        # This one is written to old nodes too.
-        full.stamp_field: full.stamps(clock, length),
         PARENT: above(node),
         DEPTH: page + 1,
         NUM_CHILDREN: (page + 1 < cut).astype(jnp.int32),  # new pages are a chain
@@ -281,18 +304,23 @@ def _put_fields(cache: CacheState, reads: _Reads, pages, verdict: _Verdict, valu
     }
     for k in range(NAMESPACE_WORDS):
         record[NAMESPACE + k] = pages.namespace[:, k, None]
-    # The node that the first new page hangs on has one more child.
-    record[NUM_CHILDREN, "attach"] = reads.num_children + 1
-    names = [name[0] if isinstance(name, tuple) else name for name in record]
-    names = np.array(names, np.int32)[:, None]
-    row = jnp.arange(len(record), dtype=jnp.int32)[:, None]
-    is_attach = row == len(record) - 1
-    written = (page < cut) & ((page >= old) | (row == 0))
-    written = jnp.where(is_attach, (page == 0) & (cut > old), written)
-    place = names * nodes + jnp.where(is_attach, verdict.attach, node)
+    rows = [(name, kept, x) for name, x in record.items()]
+    rows.append((full.stamp_field, page < cut, full.stamps(clock, length)))
+    for adoption in adoptions:
+        rows += adoption.rows
+    # The node that the first new page hangs on has one more child: the last row.
+    rows.append((NUM_CHILDREN, (page == 0) & (cut > old), reads.num_children + 1))
+    names = np.array([name for name, _, _ in rows], np.int32)[:, None]
+    row = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    written = kept
+    for k, (_, mask, _) in enumerate(rows):
+        if mask is not kept:
+            written = jnp.where(row == k, mask, written)
+    place = jnp.where(row == len(rows) - 1, verdict.attach, node)
+    place = names * nodes + place
     nowhere = fields.shape[0] + row * length + page
     place = jnp.where(written, place, nowhere)
-    values = [jnp.broadcast_to(x, page.shape) for x in record.values()]
+    values = [jnp.broadcast_to(x, page.shape) for _, _, x in rows]
     # Pieces of a few rows: XLA for CPU fuses no longer concatenation.
     pieces = [jnp.concatenate(values[i : i + 4]) for i in range(0, len(values), 4)]
     values = jnp.concatenate(jax.lax.optimization_barrier(pieces))

@@ -61,21 +61,27 @@ def insert_batch(
 
     Requests go in together up to the first that something keeps from going in whole
     (a bad entry, a full bucket, no node); from that one on they go in one by one,
-    which in an ordinary batch is nobody.
+    which in an ordinary batch is nobody. With SWA or RECURRENT all go one by one.
     """
     check_insert(cache.config, params)
     params = jax.tree.map(jnp.asarray, params)
     num_requests = params.value.shape[0]
     prev = jnp.broadcast_to(params.prev_prefix_len, (num_requests,))
     params = dataclasses.replace(params, prev_prefix_len=prev)
+    row_of = lambda request: jax.tree.map(lambda x: x[request], params)
     if num_requests == 1:
-        cache, result = insert(cache, jax.tree.map(lambda x: x[0], params))
+        cache, result = insert(cache, row_of(0))
         return cache, jax.tree.map(lambda x: x[None], result)
-    cache, result, num_done = _insert_together(cache, params)
+    if len(cache.config.components) == 1:
+        cache, result, num_done = _insert_together(cache, params)
+    else:
+        _, shapes = jax.eval_shape(insert, cache, row_of(0))
+        empty = lambda x: jnp.zeros((num_requests, *x.shape), x.dtype)
+        result, num_done = jax.tree.map(empty, shapes), jnp.int32(0)
 
     def insert_one(request, carry):
         cache, results = carry
-        row = jax.tree.map(lambda x: x[request], params)
+        row = row_of(request)
         cache, result = insert(cache, row)
         results = jax.tree.map(lambda xs, x: xs.at[request].set(x), results, result)
         return cache, results

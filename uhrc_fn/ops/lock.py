@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .. import free_lists
 from ..components import component_rules
-from ..config import NUM_COMPONENTS, CacheConfig
+from ..config import NUM_COMPONENTS, CacheConfig, ComponentType
 from ..params import DecLockRefParams, DecLockRefResult, IncLockRefResult, MatchResult
 from ..state import (
     ANCHOR,
@@ -80,8 +80,12 @@ def inc_lock_ref_batch(
     serial = jnp.where(granted, counters[Counter.NEXT_SERIAL] + order, 0)
     count = jnp.sum(granted, dtype=jnp.int32)
     num_pages = jnp.where(granted, match.hit_length // config.page_size, 0)
-    held_bits = sum(1 << r.type for r in component_rules(config))
-    held = jnp.where(granted, held_bits, 0)
+    rules = component_rules(config)
+    every = sum(1 << r.type for r in rules)
+    # A running request that asked FULL alone resumes from its own state.
+    by_page = sum(1 << r.type for r in rules if r.entry_is_page)
+    held = jnp.where(match.is_full_only != 0, by_page, every)
+    held = jnp.where(granted, held, 0)
     path = jnp.where(granted[:, None], match.path, NULL)
     fields, moved, _ = _add(config, fields, reads, path, num_pages, held, 1)
     record = jnp.stack([serial, anchor, held])
@@ -128,6 +132,70 @@ def dec_lock_ref_batch(
     cache: CacheState, receipt: IncLockRefResult | DecLockRefParams
 ) -> tuple[CacheState, DecLockRefResult]:
     """Give a batch of locks back, as if one after another."""
+    cache, live, row, moved, _ = _give_back(cache, receipt, keep=0)
+    place = jnp.where(live, row, cache.ledger.shape[1])
+    ledger = cache.ledger.at[SERIAL, place].set(0, **DROP)
+    free_ids, count = free_lists.push(
+        cache.free_ids, cache.counters, cache.config, Ring.LEDGER, row, live
+    )
+    counters = bump(cache.counters, **free_lists.given(Ring.LEDGER, count))
+    cache = dataclasses.replace(
+        cache, ledger=ledger, free_ids=free_ids, counters=counters
+    )
+    delta = moved[:, 0] * cache.config.page_size
+    scalars = jnp.stack([live.astype(jnp.int32), delta], -1)
+    return settle(cache, DecLockRefResult(scalars))
+
+
+def release_window(
+    cache: CacheState, receipt: IncLockRefResult
+) -> tuple[CacheState, IncLockRefResult]:
+    """Give the SWA and RECURRENT parts of a lock back early; FULL stays locked.
+
+    For a request that has decoded past its window, or has cloned its snapshot.
+
+    Args:
+      cache: the state.
+      receipt: a live receipt of `inc_lock_ref`.
+
+    Returns:
+      ``(cache, receipt)``: the new receipt holds FULL alone, the old one is stale. A
+      refused receipt comes back with a serial of 0.
+
+    Status:
+      STALE_RECEIPT: the serial is not live; nothing changed.
+    """
+    cache, receipt = release_window_batch(cache, one(receipt))
+    return cache, first(receipt)
+
+
+def release_window_batch(
+    cache: CacheState, receipt: IncLockRefResult
+) -> tuple[CacheState, IncLockRefResult]:
+    """Release the windows of a batch of receipts, as if one after another."""
+    cache, live, row, _, kept = _give_back(cache, receipt, keep=1 << ComponentType.FULL)
+    counters = cache.counters
+    order = jnp.cumsum(live, dtype=jnp.int32) - 1
+    serial = jnp.where(live, counters[Counter.NEXT_SERIAL] + order, 0)
+    place = jnp.where(live, row, cache.ledger.shape[1])
+    ledger = cache.ledger.at[:, place].set(
+        jnp.stack([serial, receipt.anchor, kept]), **DROP
+    )
+    counters = bump(counters, next_serial=jnp.sum(live, dtype=jnp.int32))
+    cache = dataclasses.replace(cache, ledger=ledger, counters=counters)
+    entries = [serial, row, receipt.anchor, kept, receipt.num_pages, receipt.delta]
+    scalars = jnp.where(live[:, None], jnp.stack(entries, -1), 0)
+    path = jnp.where(live[:, None], receipt.path, NULL)
+    return settle(cache, IncLockRefResult(path=path, scalars=scalars))
+
+
+def _give_back(cache: CacheState, receipt, keep: int):
+    """Take back what receipts hold, but for the components of `keep` (bits).
+
+    Returns:
+      ``(cache, live, row, moved, kept)``: which receipts were live, their rows of the
+      ledger, entries by component that became evictable, the bits still held.
+    """
     config, counters = cache.config, cache.counters
     num_requests = receipt.path.shape[0]
     row = jnp.clip(receipt.ledger_row, 0, config.max_live_receipts - 1)
@@ -150,12 +218,9 @@ def dec_lock_ref_batch(
         live = live & is_first
     held = jnp.where(live, record[HELD], 0)
     path = jnp.where(live[:, None], receipt.path, NULL)
-    place = jnp.where(live, row, ledger.shape[1])
-    ledger = ledger.at[SERIAL, place].set(0, **DROP)
     num_pages = jnp.where(live, depth, 0)
-    fields, moved, oldest = _add(config, fields, reads, path, num_pages, held, -1)
-    free_ids, count = free_lists.push(
-        cache.free_ids, counters, config, Ring.LEDGER, row, live
+    fields, moved, oldest = _add(
+        config, fields, reads, path, num_pages, held & ~keep, -1
     )
     limit = jnp.minimum(counters[Counter.PLAN_LIMIT], oldest - 1)
     counters = bump(
@@ -164,15 +229,10 @@ def dec_lock_ref_batch(
         protected=-moved.sum(0),
         plan_limit=limit - counters[Counter.PLAN_LIMIT],
         status=flag(asked & ~live, Status.STALE_RECEIPT),
-        **free_lists.given(Ring.LEDGER, count),
     )
     tree = dataclasses.replace(cache.tree, fields=fields)
-    cache = dataclasses.replace(
-        cache, tree=tree, ledger=ledger, free_ids=free_ids, counters=counters
-    )
-    delta = moved[:, 0] * config.page_size
-    scalars = jnp.stack([live.astype(jnp.int32), delta], -1)
-    return settle(cache, DecLockRefResult(scalars))
+    cache = dataclasses.replace(cache, tree=tree, ledger=ledger, counters=counters)
+    return cache, live, row, moved, held & keep
 
 
 class _Reads(NamedTuple):

@@ -135,6 +135,7 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
         branching.get(ComponentType.RECURRENT, zero),
         slot,
         *lost,
+        jnp.full_like(hit, int(full_only)),
     ]
     result = MatchResult(
         device_indices=jnp.where(page < hit[:, None], values[ComponentType.FULL], 0),

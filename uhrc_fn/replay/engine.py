@@ -17,7 +17,8 @@ import numpy as np
 
 from .. import jitted
 from ..config import CLOCK_LIMIT, CacheConfig
-from ..ops.allocate import alloc_pages, free_pages, page_table
+from ..ops.allocate import alloc_pages, page_table
+from ..ops.free import free_pages
 from ..ops.insert import insert
 from ..ops.lock import dec_lock_ref, inc_lock_ref
 from ..ops.match import match_prefix
