@@ -37,6 +37,7 @@ from .ops.allocate import alloc_slots as alloc_slots
 from .ops.allocate import alloc_swa_pages as alloc_swa_pages
 from .ops.allocate import page_table as page_table
 from .ops.clock import compact_clock as compact_clock
+from .ops.copy_on_write import cow_clone as cow_clone
 from .ops.evict import evict as evict
 from .ops.free import free_pages as free_pages
 from .ops.free import free_slots as free_slots
@@ -53,6 +54,9 @@ from .ops.match import match_prefix as match_prefix
 from .ops.match import match_prefix_batch as match_prefix_batch
 from .ops.match import peek_prefix_len as peek_prefix_len
 from .ops.match import peek_prefix_len_batch as peek_prefix_len_batch
+from .ops.request import abort_req as abort_req
+from .ops.request import cache_finished_req as cache_finished_req
+from .ops.request import cache_unfinished_req as cache_unfinished_req
 from .params import AllocResult as AllocResult
 from .params import DecLockRefParams as DecLockRefParams
 from .params import DecLockRefResult as DecLockRefResult
@@ -64,6 +68,31 @@ from .params import InsertResult as InsertResult
 from .params import MatchPrefixParams as MatchPrefixParams
 from .params import MatchResult as MatchResult
 from .params import RadixKey as RadixKey
+from .pools.admission import Admission as Admission
+from .pools.boundaries import resolve_track_interval as resolve_track_interval
+from .pools.kv import KVConfig as KVConfig
+from .pools.kv import KVPool as KVPool
+from .pools.kv import SWAKVPool as SWAKVPool
+from .pools.kv import init_kv_pool as init_kv_pool
+from .pools.kv import init_swa_kv_pool as init_swa_kv_pool
+from .pools.limits import check_pools as check_pools
+from .pools.mla import MLAConfig as MLAConfig
+from .pools.mla import MLAPool as MLAPool
+from .pools.mla import init_mla_pool as init_mla_pool
+from .pools.recurrent_state import RecurrentConfig as RecurrentConfig
+from .pools.recurrent_state import RecurrentStatePool as RecurrentStatePool
+from .pools.recurrent_state import (
+    init_recurrent_state_pool as init_recurrent_state_pool,
+)
+from .pools.req_to_token import HybridReqToTokenPool as HybridReqToTokenPool
+from .pools.req_to_token import ReqToTokenPool as ReqToTokenPool
+from .pools.req_to_token import RequestConfig as RequestConfig
+from .pools.req_to_token import (
+    init_hybrid_req_to_token_pool as init_hybrid_req_to_token_pool,
+)
+from .pools.req_to_token import init_req_to_token_pool as init_req_to_token_pool
+from .pools.sizing import request_owned_slots as request_owned_slots
+from .pools.sliding import swa_frontier as swa_frontier
 from .state import CacheState as CacheState
 from .state import init as init
 from .state import reset as reset

@@ -10,7 +10,7 @@ import functools
 import jax
 
 from . import state as _state
-from .ops import allocate, clock, free, lock, match
+from .ops import allocate, clock, copy_on_write, free, lock, match, request
 from .ops import evict as _evict
 from .ops.insert import insert as _insert
 from .ops.insert_batch import insert_batch as _insert_batch
@@ -44,6 +44,10 @@ free_swa_pages = _donated(free.free_swa_pages)
 free_slots = _donated(free.free_slots)
 release_window = _donated(lock.release_window)
 release_window_batch = _donated(lock.release_window_batch)
+cow_clone = jax.jit(copy_on_write.cow_clone, donate_argnums=(0, 1))
+cache_finished_req = jax.jit(request.cache_finished_req, donate_argnums=(0, 1))
+cache_unfinished_req = jax.jit(request.cache_unfinished_req, donate_argnums=(0, 1))
+abort_req = jax.jit(request.abort_req, donate_argnums=(0, 1))
 compact_clock = _donated(clock.compact_clock)
 # A reset reads little of the state, but its buffers are wanted.
 reset = _donated(_state.reset, keep_unused=True)

@@ -86,7 +86,7 @@ def _adopt_one(cache: CacheState, r: Component, held, params, bounds, key_length
     written, stamps = r.stamps_insert(page, cut, stamped, value, stamp)
     rows = [(r.value_field, taken, offered), (r.stamp_field, written, stamps)]
     if is_slot:
-        rows.append(_line(r, held, value, stamped, bounds, stamp))
+        rows.append(_line(r, held, value, taken, bounds, stamp))
     free = jnp.sum(taken & (lock == 0), dtype=jnp.int32)
     status = flag(wants & ~theirs, Status.NOT_OWNED) | flag(refused, Status.BAD_LENGTH)
     return cache, Adoption(
@@ -146,14 +146,14 @@ def _theirs(cache: CacheState, r: Component, offered, wants):
     return dataclasses.replace(cache, owner=owner), theirs & is_first, entry
 
 
-def _line(r: Component, held, value, stamped, bounds, stamp):
+def _line(r: Component, held, value, taken, bounds, stamp):
     """Stamp the nearest snapshot above a commit low, unless the line forks between.
 
     A long prefill's own boundary snapshots so replace each other, not the neighbours'.
     """
     old, cut, _, _ = bounds
     page = page_index(value.shape[1])
-    at = jnp.max(jnp.where(stamped, page, NULL), axis=-1, keepdims=True)
+    at = jnp.max(jnp.where(taken, page, NULL), axis=-1, keepdims=True)
     above = (page < at) & (value != NULL)
     nearest = jnp.max(jnp.where(above, page, NULL), axis=-1, keepdims=True)
     # What this insert hangs on an old node counts as its child.

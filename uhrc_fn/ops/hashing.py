@@ -22,9 +22,9 @@ from ..config import CacheConfig
 from ..tree_arrays import NAMESPACE_WORDS
 
 _LANES = 8
-# Up to these sizes a prefix sum is cheaper on a CPU in two short steps than in many,
-# and up to so many pairs of pages on a TPU as a triangle of them all.
-_ROW, _MAX_ROWS, _MAX_BY_ROWS = 8, 32, 1024
+# A prefix sum of few requests is cheaper on a CPU in two short steps, within rows and
+# over them, than in many; on a TPU, up to so many pairs of pages, as a triangle.
+_ROWS, _MAX_SHORT, _MAX_FEW = (8, 4, 2), 32, 8
 _MAX_PAIRS_TPU = 1 << 20
 _MIX1, _MIX2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -140,16 +140,17 @@ def _chain_default(tokens, namespace, constants: _Constants):
 
 def _prefix_sum(x):
     """Inclusive prefix sum over the last axis of [2, requests, pages]."""
-    pages = x.shape[-1]
-    if pages % _ROW or pages > _ROW * _MAX_ROWS or x.size > _MAX_BY_ROWS:
+    requests, pages = x.shape[1:]
+    width = next((w for w in _ROWS if pages % w == 0 and pages > w), pages)
+    if pages // width > _MAX_SHORT or width == pages or requests > _MAX_FEW:
         return jnp.cumsum(x, axis=-1, dtype=x.dtype)
-    # Within rows of 8, then over the rows: short sums, which XLA for CPU leaves whole.
-    x = x.reshape(*x.shape[:-1], pages // _ROW, _ROW)
-    until = _like(np.tri(_ROW, dtype=bool).T, x.ndim + 1)
+    # Within rows, then over the rows: short sums, which XLA for CPU leaves whole.
+    x = x.reshape(*x.shape[:-1], pages // width, width)
+    until = _like(np.tri(width, dtype=bool).T, x.ndim + 1)
     within = jnp.where(until, x[..., None], np.uint32(0))
     within = jnp.sum(within, axis=-2, dtype=x.dtype)
     rows = within[..., -1]
-    earlier = _like(np.tri(pages // _ROW, k=-1, dtype=bool).T, x.ndim)
+    earlier = _like(np.tri(pages // width, k=-1, dtype=bool).T, x.ndim)
     before = jnp.where(earlier, rows[..., None], np.uint32(0))
     before = jnp.sum(before, axis=-2, dtype=x.dtype)
     return (within + before[..., None]).reshape(*x.shape[:-2], pages)
