@@ -118,64 +118,64 @@ def take_planned(cache: CacheState, need, bound: int):
     full = component_rules(config)[0]
     size = config.plan_size
     window = min(size, bound)
-    fields = cache.tree.fields
-    lane = jnp.arange(window, dtype=jnp.int32)
+    fields, counters = cache.tree.fields, cache.counters
+    rows = len(victim_fields(config))
 
-    def look(plan, head, limit):
-        """The next window of the plan: where it starts, its nodes, which are due."""
+    # Branches take whole arrays and work out small things anew: each scalar that they
+    # share would be a kernel of its own before anything is known to be needed.
+    def span(counters):
+        """Where the next window of the plan begins, and the place of each entry."""
+        head = counters[Counter.PLAN_HEAD]
         start = jnp.minimum(head, size - window)
+        return head, start, start + jnp.arange(window, dtype=jnp.int32)
+
+    def look(plan, counters):
+        """The nodes of the next window, and which of them are due."""
+        head, start, place = span(counters)
         entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
         node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
         safe = jnp.maximum(node, ROOT)
         same = take(fields, full.stamp_field, safe) == stamp
         free = take(fields, full.lock_field, safe) == 0
-        is_next = (start + lane >= head) & (node != NULL) & (stamp <= limit)
-        return start, node, is_next & same & free
+        is_next = (place >= head) & (node != NULL)
+        is_next = is_next & (stamp <= counters[Counter.PLAN_LIMIT])
+        return node, is_next & same & free
 
-    def choose(plan, head, limit, start, node, valid):
+    def choose(plan, counters, node, valid):
+        head, _, place = span(counters)
         rank = jnp.cumsum(valid, dtype=jnp.int32) - 1
         victim = valid & (rank < need)
         # What is skipped on the way is restamped, or locked: an unlock of such a node
         # lowers the limit, so it cannot be missed.
-        ends = jnp.where(victim, start + lane + 1, 0)
-        head = jnp.maximum(head, jnp.max(ends))
-        place = jnp.where(victim, rank, window)
-        node = jnp.full_like(node, NULL).at[place].set(node, **DROP)
-        return plan, head, limit, read_victims(fields, config, node)
+        head = jnp.maximum(head, jnp.max(jnp.where(victim, place + 1, 0)))
+        lane = jnp.where(victim, rank, window)
+        node = jnp.full_like(node, NULL).at[lane].set(node, **DROP)
+        moved = bump(counters, plan_head=head - counters[Counter.PLAN_HEAD])
+        return plan, moved, read_victims(fields, config, node)
 
     def refill():
         stamps, nodes = lowest(evictable(fields, full), size)
-        is_real = stamps < jnp.iinfo(jnp.int32).max
+        is_real = stamps < _MOST
         stamps = jnp.where(is_real, stamps, NULL)
         # Where fewer remain than fit, everything unlocked up to now is in the plan.
-        now = cache.counters[Counter.CLOCK] - 1
-        limit = jnp.where(is_real[-1], stamps[-1], now)
+        limit = jnp.where(is_real[-1], stamps[-1], counters[Counter.CLOCK] - 1)
         plan = jnp.stack([jnp.where(is_real, nodes, NULL), stamps])
-        start = jnp.zeros_like(head)
-        return choose(plan, start, limit, *look(plan, start, limit))
+        fresh = bump(
+            counters,
+            plan_head=-counters[Counter.PLAN_HEAD],
+            plan_limit=limit - counters[Counter.PLAN_LIMIT],
+        )
+        return choose(plan, fresh, *look(plan, fresh))
 
     def nobody():
-        return (
-            plan,
-            head,
-            limit,
-            jnp.full((len(victim_fields(config)), window), NULL, jnp.int32),
-        )
+        return cache.victim_plan, counters, jnp.full((rows, window), NULL, jnp.int32)
 
-    plan = cache.victim_plan
-    head, limit = cache.counters[Counter.PLAN_HEAD], cache.counters[Counter.PLAN_LIMIT]
-    seen = look(plan, head, limit)
-    enough = jnp.sum(seen[2], dtype=jnp.int32) >= need
+    seen = look(cache.victim_plan, counters)
+    enough = jnp.sum(seen[1], dtype=jnp.int32) >= need
     which = jnp.where(need <= 0, 0, jnp.where(enough, 1, 2))
-    branches = (nobody, lambda: choose(plan, head, limit, *seen), refill)
-    chosen = jax.lax.switch(which, branches)
-    chosen, fields, counters = fence(chosen, fields, cache.counters)
-    plan, head, limit, victims = chosen
-    counters = bump(
-        counters,
-        plan_head=head - counters[Counter.PLAN_HEAD],
-        plan_limit=limit - counters[Counter.PLAN_LIMIT],
-    )
+    branches = (nobody, lambda: choose(cache.victim_plan, counters, *seen), refill)
+    chosen, fields = fence(jax.lax.switch(which, branches), fields)
+    plan, counters, victims = chosen
     tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
     return cache, victims
