@@ -125,6 +125,7 @@ def _offered(config: CacheConfig, r: Component, params, page, cut, key_length):
     at = jnp.asarray(params.recurrent_length, jnp.int32).reshape(1, 1)
     # Only the state at the very end of a key that went in whole stands for it.
     whole = (cut * size == at) & (key_length.reshape(1, 1) == at) & (at > 0)
+    whole = whole & ~jnp.asarray(params.key.is_truncated).reshape(1, 1)
     return jnp.where(whole & (page == cut - 1), slot, 0), zero, at < 0
 
 
