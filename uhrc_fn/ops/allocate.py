@@ -209,8 +209,8 @@ def _alloc(
     most = config.capacities[kind]
     if not isinstance(max_new, int) or not 1 <= max_new <= most:
         raise ValueError(
-            f"max_new={max_new!r}; wanted a static int from 1 to {_SIZES[kind]}={most}. "
-            "It is the length of the padded result."
+            f"max_new={max_new!r}; wanted a static int from 1 to "
+            f"{_SIZES[kind]}={most}. It is the length of the padded result."
         )
     asked = jnp.asarray(num_new, jnp.int32)
     wanted = jnp.clip(asked, 0, max_new)
