@@ -1,7 +1,7 @@
 """The harness for caches of several components: SWA pages and slots are held too."""
 
 import numpy as np
-from harness import Harness, numpy, pad, ring_ids
+from harness import Harness, numpy, pad, ring_ids, stack
 
 from uhrc_fn import (
     CacheConfig,
@@ -168,6 +168,21 @@ class HybridHarness(Harness):
             prev_prefix_len=np.int32(prev),
             **extra,
         )
+
+    def insert_many(self, requests):
+        """Insert a batch: a tuple of the arguments of `insert` for each, and names."""
+        rows = [self._insert_params(*args, **names) for args, names in requests]
+        params = stack(rows)
+        self.cache, result = ops.insert_batch(self.cache, params)
+        result = numpy(result)
+        self._give_up(params, result)
+        self.check()
+        return result
+
+    def release_window_batch(self, receipts):
+        self.cache, receipts = ops.release_window_batch(self.cache, receipts)
+        self.check()
+        return numpy(receipts)
 
     def _give_up(self, params, result) -> None:
         """What an insert adopted is no longer a request's."""

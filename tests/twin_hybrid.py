@@ -108,8 +108,11 @@ class HybridTwin:
     def lock(self, which: int) -> None:
         """Lock one of the matches, possibly long stale."""
         result, seen = self.matches[which % len(self.matches)]
+        self._same_lock(self.core.lock(result), seen)
+
+    def _same_lock(self, receipt, match) -> None:
         before = self.oracle.count(FULL)[1]
-        receipt, wanted = self.core.lock(result), self.oracle.lock(seen)
+        wanted = self.oracle.lock(match)
         assert int(receipt.serial) == (wanted.serial if wanted else 0)
         delta = (before - self.oracle.count(FULL)[1]) * self.config.page_size
         assert int(receipt.delta) == delta
@@ -118,8 +121,10 @@ class HybridTwin:
     def unlock(self, which: int) -> None:
         """Give one of the receipts back, possibly again."""
         receipt, seen = self.receipts[which % len(self.receipts)]
+        self._same_unlock(self.core.unlock(receipt), seen)
+
+    def _same_unlock(self, result, seen) -> None:
         before = self.oracle.count(FULL)[1]
-        result = self.core.unlock(receipt)
         assert bool(result.is_released) == self.oracle.unlock(seen)
         delta = (before - self.oracle.count(FULL)[1]) * self.config.page_size
         assert int(result.delta) == delta
@@ -127,10 +132,12 @@ class HybridTwin:
     def release_window(self, which: int) -> None:
         """Renew one of the receipts, possibly a dead one; the old one is kept."""
         receipt, seen = self.receipts[which % len(self.receipts)]
-        new = self.core.release_window(receipt)
+        self._same_release(self.core.release_window(receipt), seen)
+
+    def _same_release(self, new, seen) -> None:
         renewed = self.oracle.release_window(seen)
+        assert int(new.serial) == (renewed.serial if renewed else 0)
         if renewed is not None:
-            assert int(new.serial) == renewed.serial
             self.receipts.append((new, renewed))
 
     def alloc(self, component: int, count: int, partial: bool = False) -> list[int]:
@@ -159,25 +166,37 @@ class HybridTwin:
 
     def insert(self, prompt, pages, prev=0, swa=(), evicted=0, slot=0, length=None):
         tokens, name = prompt
-        length = len(tokens) if length is None else length
-        key = self._key(prompt)
-        fit = lambda ids: pad(ids[: len(key.pages)], len(key.pages)).tolist()
-        pages, swa = fit(list(pages)), fit(list(swa))
-        if SWA not in self.components:
-            swa, evicted = [], 0
-        if RECURRENT not in self.components:
-            slot, length = 0, 0
+        entries = self._fit(prompt, pages, prev, swa, evicted, slot, length)
         result = self.core.insert(
             tokens,
-            pages,
+            entries["pages"],
             prev,
-            swa=swa,
-            evicted=evicted,
-            slot=slot,
-            slot_length=length,
+            swa=entries["swa_pages"],
+            evicted=entries["swa_evicted_seqlen"],
+            slot=entries["slot"],
+            slot_length=entries["slot_length"],
             extra_key=name,
         )
-        seen = self.oracle.insert(key, pages, prev, swa, evicted, slot, length)
+        return self._same_insert(result, prompt, entries)
+
+    def _fit(self, prompt, pages, prev, swa, evicted, slot, length) -> dict:
+        """An insert's entries as the oracle takes them: those of the key's pages."""
+        count = len(self._key(prompt).pages)
+        fit = lambda ids: pad(list(ids)[:count], count).tolist()
+        has_swa, has_slots = SWA in self.components, RECURRENT in self.components
+        length = len(prompt[0]) if length is None else length
+        return {
+            "pages": fit(pages),
+            "prev_prefix_len": prev,
+            "swa_pages": fit(swa) if has_swa else [],
+            "swa_evicted_seqlen": evicted if has_swa else 0,
+            "slot": slot if has_slots else 0,
+            "slot_length": length if has_slots else 0,
+        }
+
+    def _same_insert(self, result, prompt, entries):
+        key = self._key(prompt)
+        seen = self.oracle.insert(key, **entries)
         assert int(result.prefix_len) == seen.prefix_len
         assert int(result.inserted_len) == seen.inserted_len
         assert result.page_table[: len(key.pages)].tolist() == seen.page_table
