@@ -85,6 +85,6 @@ def test_a_match_of_64_pages_is_cheap_by_the_compilers_estimate(chip, state_byte
     case = op_cases(CONFIG, pages=64, batch=8)["match"]
     args = placed((shapes(CONFIG), *jax.eval_shape(lambda: case.args)), chip)
     compiled = case.jit().lower(*args).compile()
-    cycles = [int(c) for c in ESTIMATE.findall(compiled.as_text())]
+    cycles = [int(c) for c in ESTIMATE.findall(str(compiled.as_text()))]
     assert len(cycles) >= 5 and sum(cycles) <= 35_000
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes

@@ -183,7 +183,7 @@ def _chain_tpu(tokens, namespace, constants: _Constants):
         page = lane[0] * constants.lane[j, 0]
         for c in range(1, lanes):
             page = page + lane[c] * constants.lane[j, c]
-        always = space * _like(weights[j], 2) + _like(start[j], 2)
+        always = space * weights[j][None] + start[j][None]
         page = always + page * _like(constants.page[j], 2)
         both = jnp.where(until, page[:, None], always[:, None])
         terms.append(jax.lax.bitcast_convert_type(both, jnp.int32))

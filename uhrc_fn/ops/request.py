@@ -5,7 +5,7 @@ each of these operations the two agree: nothing is lost, nothing is owned twice.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 
@@ -153,7 +153,7 @@ def cache_unfinished_req(
     return cache, requests, Published(result, moved)
 
 
-def _has_tracks(requests: ReqToTokenPool) -> bool:
+def _has_tracks(requests: ReqToTokenPool) -> TypeGuard[HybridReqToTokenPool]:
     return requests.config.num_track_slots > 0
 
 
@@ -166,7 +166,7 @@ def _written(requests: ReqToTokenPool, row, key: RadixKey):
     return jnp.minimum(requests.length[row], jnp.asarray(key.length, jnp.int32))
 
 
-def _offer(cache, requests, row, key, *, is_live: bool, replacement=0):
+def _offer(cache, requests, row, key, *, is_live: bool, replacement: Any = 0):
     """The snapshot that goes to the tree, and the tokens to publish.
 
     Returns:

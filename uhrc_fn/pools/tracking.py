@@ -12,7 +12,7 @@ Slots and lengths are int32, 0 for none; arrays may carry leading batch axes.
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -126,7 +126,7 @@ def wants_replacement(tracks: TrackSlots, written_length, page_size: int):
 
 
 def plan_donation(
-    tracks: TrackSlots, written_length, page_size: int, *, is_live, replacement=0
+    tracks: TrackSlots, written_length, page_size: int, *, is_live, replacement: Any = 0
 ) -> Donation:
     """Decide whether the kept snapshot is offered to the tree, and with which key.
 
@@ -162,7 +162,9 @@ def plan_donation(
     )
 
 
-def settle_live(tracks: TrackSlots, donation: Donation, is_committed, replacement=0):
+def settle_live(
+    tracks: TrackSlots, donation: Donation, is_committed, replacement: Any = 0
+):
     """Put a live request's track slots in order after the insert.
 
     | offered | committed | freed | `last_track_len` |
