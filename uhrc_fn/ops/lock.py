@@ -67,13 +67,20 @@ def inc_lock_ref_batch(
     cache: CacheState, match: MatchResult
 ) -> tuple[CacheState, IncLockRefResult]:
     """Lock a batch of matches, as if one after another."""
+    return lock_where(cache, match, jnp.ones_like(match.hit_length, bool))
+
+
+def lock_where(
+    cache: CacheState, match: MatchResult, asked
+) -> tuple[CacheState, IncLockRefResult]:
+    """Lock those matches of a batch for which `asked` (bool [requests]) holds."""
     config, counters = cache.config, cache.counters
     anchor, generation = match.best_match_node, match.generation
     node, words = _read_path(config, cache.tree.fields, match.path, anchor)
     words, fields = fence(words, cache.tree.fields)
     reads = _reads(config, node, words)
     is_alive = reads.anchor[PARENT] != NULL
-    fresh = is_alive & (reads.anchor[GENERATION] == generation)
+    fresh = is_alive & (reads.anchor[GENERATION] == generation) & asked
     order = jnp.cumsum(fresh, dtype=jnp.int32) - 1
     granted = fresh & (order < free_lists.size(counters, Ring.LEDGER))
     row = free_lists.front(cache.free_ids, counters, config, Ring.LEDGER, order)
@@ -96,7 +103,7 @@ def inc_lock_ref_batch(
         next_serial=count,
         evictable=-moved.sum(0),
         protected=moved.sum(0),
-        status=flag(~fresh, Status.STALE_MATCH)
+        status=flag(asked & ~fresh, Status.STALE_MATCH)
         | flag(fresh & ~granted, Status.LEDGER_FULL),
         **free_lists.taken(counters, config, Ring.LEDGER, count),
     )
@@ -132,7 +139,7 @@ def dec_lock_ref_batch(
     cache: CacheState, receipt: IncLockRefResult | DecLockRefParams
 ) -> tuple[CacheState, DecLockRefResult]:
     """Give a batch of locks back, as if one after another."""
-    cache, live, row, moved, _ = _give_back(cache, receipt, keep=0)
+    cache, live, row, moved, _, _ = _give_back(cache, receipt, keep=0)
     place = jnp.where(live, row, cache.ledger.shape[1])
     ledger = cache.ledger.at[SERIAL, place].set(0, **DROP)
     free_ids, count = free_lists.push(
@@ -173,17 +180,16 @@ def release_window_batch(
     cache: CacheState, receipt: IncLockRefResult
 ) -> tuple[CacheState, IncLockRefResult]:
     """Release the windows of a batch of receipts, as if one after another."""
-    cache, live, row, _, kept = _give_back(cache, receipt, keep=1 << ComponentType.FULL)
+    keep = 1 << ComponentType.FULL
+    cache, live, row, _, kept, anchor = _give_back(cache, receipt, keep)
     counters = cache.counters
     order = jnp.cumsum(live, dtype=jnp.int32) - 1
     serial = jnp.where(live, counters[Counter.NEXT_SERIAL] + order, 0)
     place = jnp.where(live, row, cache.ledger.shape[1])
-    ledger = cache.ledger.at[:, place].set(
-        jnp.stack([serial, receipt.anchor, kept]), **DROP
-    )
+    ledger = cache.ledger.at[:, place].set(jnp.stack([serial, anchor, kept]), **DROP)
     counters = bump(counters, next_serial=jnp.sum(live, dtype=jnp.int32))
     cache = dataclasses.replace(cache, ledger=ledger, counters=counters)
-    entries = [serial, row, receipt.anchor, kept, receipt.num_pages, receipt.delta]
+    entries = [serial, row, anchor, kept, receipt.num_pages, receipt.delta]
     scalars = jnp.where(live[:, None], jnp.stack(entries, -1), 0)
     path = jnp.where(live[:, None], receipt.path, NULL)
     return settle(cache, IncLockRefResult(path=path, scalars=scalars))
@@ -193,8 +199,9 @@ def _give_back(cache: CacheState, receipt, keep: int):
     """Take back what receipts hold, but for the components of `keep` (bits).
 
     Returns:
-      ``(cache, live, row, moved, kept)``: which receipts were live, their rows of the
-      ledger, entries by component that became evictable, the bits still held.
+      ``(cache, live, row, moved, kept, anchor)``: which receipts were live, their rows
+      of the ledger, entries by component that became evictable, the bits still held,
+      and the ledger's anchors.
     """
     config, counters = cache.config, cache.counters
     num_requests = receipt.path.shape[0]
@@ -232,7 +239,7 @@ def _give_back(cache: CacheState, receipt, keep: int):
     )
     tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, ledger=ledger, counters=counters)
-    return cache, live, row, moved, held & keep
+    return cache, live, row, moved, held & keep, record[ANCHOR]
 
 
 class _Reads(NamedTuple):

@@ -30,8 +30,9 @@ from ..tree_arrays import NULL, VALUE, take
 from .allocate import alloc_slots
 from .free import free_pages, free_slots, free_swa_pages
 from .insert import insert
-from .lock import dec_lock_ref, inc_lock_ref
+from .lock import dec_lock_ref, lock_where
 from .match import match_prefix
+from .path import first, one
 
 
 class Published(NamedTuple):
@@ -148,9 +149,10 @@ def cache_unfinished_req(
     published = dataclasses.replace(key, length=result.inserted_len)
     wanted = MatchPrefixParams(key=published, full_only=True)
     cache, match = match_prefix(cache, wanted)
-    cache, moved = inc_lock_ref(cache, match)
+    # The old lock first: the ledger may have no row to spare, and nothing evicts here.
     cache, _ = dec_lock_ref(cache, receipt)
-    return cache, requests, Published(result, moved)
+    cache, moved = lock_where(cache, one(match), jnp.asarray(row > 0)[None])
+    return cache, requests, Published(result, first(moved))
 
 
 def _has_tracks(requests: ReqToTokenPool) -> TypeGuard[HybridReqToTokenPool]:
@@ -192,11 +194,14 @@ def _offer(cache, requests, row, key, *, is_live: bool, replacement: Any = 0):
 
 
 def _columns(requests: ReqToTokenPool, row, key: RadixKey):
-    """The row's tables as wide as the key: ``(pages, swa_pages or None)``."""
+    """The row's tables as wide as the key: ``(pages, swa_pages or None)``.
+
+    Of SWA pages only its own: the tree may have let go of one that it shared.
+    """
     size = requests.config.page_size
     wide = key.token_ids.shape[-1] // size
     fit = lambda table: jnp.pad(table[row], (0, max(wide - table.shape[1], 0)))[:wide]
-    swa = fit(requests.swa_pages) if requests.config.has_swa else None
+    swa = fit(requests.owned().swa_pages) if requests.config.has_swa else None
     return fit(requests.pages), swa
 
 
