@@ -71,7 +71,8 @@ class Node:
 
     def name(self) -> tuple:
         """Namespace and tokens from the root."""
-        first, *rest = reversed([node.page for node in self.upwards()])
+        pages: list = [node.page for node in self.upwards()]
+        first, *rest = reversed(pages)
         namespace, tokens = first
         return namespace, tokens + sum(rest, ())
 

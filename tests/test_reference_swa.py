@@ -62,7 +62,7 @@ def insert(cache: HybridHarness, tokens, *, evicted: int = 0, prev: int = 0, **n
     return result, pages
 
 
-def sizes(cache: HybridHarness) -> tuple[int, int]:
+def sizes(cache: HybridHarness) -> tuple[int, ...]:
     """FULL and SWA tokens of the tree; `check` has held them against a walk."""
     size = cache.config.page_size
     return tuple(

@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         check_measured(workload, arguments.measure_from)
         tree = prefix_nodes(workload)
         capacities = choose_capacities(arguments, tree.num_nodes)
+        hybrid_of(arguments)
     except (TraceError, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -60,6 +61,33 @@ def parser() -> argparse.ArgumentParser:
         type=fractions,
         metavar="F,F,...",
         help="replay several capacities, given as fractions of the unique pages",
+    )
+    add(
+        "--components",
+        type=components,
+        default=("FULL",),
+        metavar="FULL,...",
+        help="FULL (default), FULL,SWA or FULL,RECURRENT",
+    )
+    add(
+        "--window",
+        type=positive,
+        metavar="W",
+        help="sliding window in tokens (SWA)",
+    )
+    add(
+        "--checkpoints",
+        choices=("ends", "branches"),
+        default="ends",
+        help="RECURRENT: a snapshot at the last full block of each input (default), or "
+        "also where the match says that requests part",
+    )
+    add(
+        "--capacity-slots",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="slots for snapshots (RECURRENT; default 0: enough for everything)",
     )
     add(
         "--batch",
@@ -112,6 +140,15 @@ def not_negative(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return value
+
+
+def components(text: str) -> tuple[str, ...]:
+    allowed = {"FULL", "FULL,SWA", "FULL,RECURRENT"}
+    if (text := text.upper().replace(" ", "")) not in allowed:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one of {', '.join(sorted(allowed))}"
+        )
+    return tuple(text.split(","))
 
 
 def share(text: str) -> float:
@@ -190,6 +227,18 @@ def choose_capacities(arguments, unique_pages: int) -> list[tuple[float, int]]:
     return chosen
 
 
+def hybrid_of(arguments):
+    """The components of a replay; raises `ValueError` where options contradict."""
+    from .hybrid import Hybrid  # imports JAX
+
+    return Hybrid(
+        components=arguments.components,
+        window=arguments.window or 0,
+        checkpoints=arguments.checkpoints,
+        capacity_slots=arguments.capacity_slots,
+    )
+
+
 def run(
     arguments,
     workload: Workload,
@@ -202,14 +251,16 @@ def run(
     ideal = ideal_hit_pages(workload, tree)
     bound = BeladyBound(workload, tree) if arguments.sweep else None
     points, result = [], None
+    is_unlimited = not (arguments.sweep or arguments.capacity_pages)
     for part, pages in capacities:
         label = f"{pages:,} pages"
         with report.progress_bar(workload, measure_from, label) as on_progress:
             result = replay(
                 workload,
-                capacity_pages=pages,
+                capacity_pages=0 if is_unlimited else pages,
                 batch=arguments.batch,
                 measure_from=measure_from,
+                hybrid=hybrid_of(arguments),
                 on_progress=on_progress,
             )
         figures = report.summarize(workload, result, ideal, pages, measure_from)

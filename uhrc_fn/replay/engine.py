@@ -25,6 +25,7 @@ from ..ops.match import match_prefix
 from ..params import NO_NAMESPACE, HostArray, InsertParams, MatchPrefixParams, RadixKey
 from ..state import CacheState, init
 from ..status import Status, describe
+from .hybrid import Hybrid, full_blocks, replay_hybrid
 from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
 from .workload import Workload
@@ -45,6 +46,7 @@ class _Requests(NamedTuple):
     start: HostArray  # first key token
     num_pages: HostArray
     namespace: HostArray  # [requests, 4]
+    full_blocks: HostArray  # pages up to the last one that is a full block
 
 
 def replay(
@@ -54,6 +56,7 @@ def replay(
     batch: int = 512,
     measure_from: float = 0.0,
     reserved_pages: int = 0,
+    hybrid: Hybrid | None = None,
     on_progress: Callable[[ReplayProgress], None] | None = None,
 ) -> ReplayResult:
     """Replay every request of a workload, in order.
@@ -65,6 +68,7 @@ def replay(
       measure_from: fraction of the requests that only warm the cache.
       reserved_pages: pages of the pool that the replay never gets. A pool of 1,000
         with 900 reserved hits as one of 100 does, and needs no compilation of its own.
+      hybrid: components beside FULL; None for FULL alone.
       on_progress: called after each device call.
 
     Returns:
@@ -81,11 +85,20 @@ def replay(
             "least 0 (0 is enough for everything) and a batch of at least 1."
         )
     widths = _widths(int(lengths.max(initial=1)))
+    num_pages = capacity_pages or max(prefix_nodes(workload).num_nodes, 1)
+    hybrid = hybrid or Hybrid()
+    if hybrid.components != ("FULL",) and not capacity_pages:
+        # A request owns copies of pages beyond its hit until they are duplicates.
+        num_pages += widths[-1]
     config = CacheConfig(
         page_size=workload.page_size,
-        num_pages=capacity_pages or max(prefix_nodes(workload).num_nodes, 1),
+        num_pages=num_pages,
         max_prefix_pages=widths[-1],
         max_live_receipts=1,
+        **hybrid.settings(workload, num_pages),
+    )
+    run_chunk = functools.partial(
+        _replay_chunk, widths=widths, checkpoints=hybrid.checkpoints
     )
     if not 0 <= reserved_pages < config.num_pages:
         raise ValueError(
@@ -97,18 +110,19 @@ def replay(
     started = time.perf_counter()
     nothing = jax.tree.map(np.zeros_like, chunks[0]) if chunks else None
     if nothing is not None:  # requests of no pages: compiles and changes nothing
-        warm, _ = _replay_chunk(init(config), tokens, nothing, widths=widths)
+        warm, _ = run_chunk(init(config), tokens, nothing)
         jax.block_until_ready(warm)
     compile_s = time.perf_counter() - started
 
     cache, outcomes, clock = _start(config, reserved_pages), [], 0
     started = time.perf_counter()
     for number, chunk in enumerate(chunks):
-        ticks = batch * 2 * (widths[-1] + 1)
+        # A match and at most three inserts.
+        ticks = batch * 4 * (widths[-1] + 1)
         if clock + ticks >= CLOCK_LIMIT:
             cache, clock = jitted.compact_clock(cache), config.num_nodes + 1
         clock += ticks
-        cache, outcome = _replay_chunk(cache, tokens, chunk, widths=widths)
+        cache, outcome = run_chunk(cache, tokens, chunk)
         outcomes.append(outcome)
         if on_progress is not None:
             done = min((number + 1) * batch, workload.num_requests)
@@ -161,7 +175,8 @@ def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
     namespaces = workload.namespaces
     if namespaces is None:
         namespaces = np.broadcast_to(NO_NAMESPACE, (count, 4))
-    rows = _Requests(workload.offsets[:-1].astype(np.int32), lengths, namespaces)
+    starts = workload.offsets[:-1].astype(np.int32)
+    rows = _Requests(starts, lengths, namespaces, full_blocks(workload, lengths))
     rows = [
         np.concatenate([x, np.zeros((total - count, *x.shape[1:]), x.dtype)])
         for x in rows
@@ -171,10 +186,15 @@ def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
     ]
 
 
-@functools.partial(jax.jit, static_argnames="widths", donate_argnums=0)
-def _replay_chunk(cache: CacheState, tokens, chunk: _Requests, *, widths):
+@functools.partial(jax.jit, static_argnames=("widths", "checkpoints"), donate_argnums=0)
+def _replay_chunk(
+    cache: CacheState, tokens, chunk: _Requests, *, widths, checkpoints: str = "ends"
+):
     """Scan the step over a chunk; returns the cache and [requests, 3] outcomes."""
-    steps = [functools.partial(_replay_one, tokens=tokens, width=w) for w in widths]
+    one = _replay_one
+    if len(cache.config.components) > 1:
+        one = functools.partial(replay_hybrid, checkpoints=checkpoints)
+    steps = [functools.partial(one, tokens=tokens, width=w) for w in widths]
 
     def step(cache, request):
         limits = jnp.array(widths[:-1], jnp.int32)

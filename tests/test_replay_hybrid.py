@@ -1,0 +1,114 @@
+"""Hybrid replays: the ceilings that snapshots leave, with everything kept."""
+
+import numpy as np
+import pytest
+
+from uhrc_fn.replay.cli import BAD_INPUT, main
+from uhrc_fn.replay.engine import replay
+from uhrc_fn.replay.hybrid import Hybrid
+from uhrc_fn.replay.traces import load_trace
+from uhrc_fn.replay.workload import Workload
+
+# Of all prompt tokens: snapshots at the ends of inputs, and also where requests part.
+CEILINGS = {
+    "mooncake_conversation": (0.3497, 0.3586),
+    "mooncake_synthetic": (0.5088, 0.5820),
+    "ragpulse": (0.0002, 0.3137),
+}
+
+
+def conversations(count: int = 300, seed: int = 5):
+    """Block ids of requests that share beginnings and branch, and their tokens."""
+    rng = np.random.default_rng(seed)
+    lines = [[int(x)] for x in range(1, 5)]
+    fresh, keys, tokens = 100, [], []
+    for _ in range(count):
+        line = lines[rng.integers(len(lines))]
+        if rng.random() < 0.3:
+            line = list(line[: rng.integers(1, len(line) + 1)])
+            lines.append(line)
+        for _ in range(rng.integers(0, 3)):
+            if len(line) < 12:
+                line.append(fresh)
+                fresh += 1
+        keys.append(list(line))
+        # The last block is partial in every second request.
+        tokens.append(len(line) * 10 - int(rng.integers(0, 2)) * 3)
+    return keys, tokens
+
+
+def workload_of(keys, tokens) -> Workload:
+    return Workload(
+        name="generated",
+        page_size=1,
+        keys=np.concatenate(keys).astype(np.int32),
+        offsets=np.cumsum([0, *map(len, keys)]),
+        input_tokens=np.array(tokens),
+        page_tokens=10,
+    )
+
+
+def hits_of(keys, tokens, with_branches: bool) -> list[int]:
+    """What sets of prefixes say, without any tree."""
+    kept, snapshots, hits = set(), set(), []
+    for key, count in zip(keys, tokens, strict=True):
+        prefixes = [tuple(key[: k + 1]) for k in range(len(key))]
+        run = next((k for k, p in enumerate(prefixes) if p not in kept), len(key))
+        hit = max(
+            (k for k in range(1, run + 1) if prefixes[k - 1] in snapshots), default=0
+        )
+        hits.append(hit)
+        kept.update(prefixes)
+        ends = [count // 10] + ([run] if with_branches and run > hit else [])
+        snapshots.update(prefixes[end - 1] for end in ends if end > 0)
+    return hits
+
+
+@pytest.mark.parametrize("checkpoints", ["ends", "branches"])
+def test_snapshots_are_where_sets_of_prefixes_say(checkpoints):
+    keys, tokens = conversations()
+    hybrid = Hybrid(components=("FULL", "RECURRENT"), checkpoints=checkpoints)
+    result = replay(workload_of(keys, tokens), capacity_pages=0, hybrid=hybrid)
+    wanted = hits_of(keys, tokens, checkpoints == "branches")
+    assert sum(wanted) > 100
+    assert result.hit_pages.tolist() == wanted
+    assert result.evicted_pages == 0
+    # Every page and slot is the tree's, or free.
+    free = result.cache.num_free + result.cache.evictable
+    assert free.tolist() == list(result.cache.config.capacities)
+
+
+def test_a_wide_window_hits_like_full_attention():
+    keys, tokens = conversations()
+    workload = workload_of(keys, tokens)
+    hybrid = Hybrid(components=("FULL", "SWA"), window=120)
+    windowed = replay(workload, capacity_pages=0, hybrid=hybrid)
+    full = replay(workload, capacity_pages=0)
+    assert windowed.hit_pages.tolist() == full.hit_pages.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--components", "FULL,SWA"], "positive window"),
+        (["--window", "64"], "none without"),
+        (["--capacity-slots", "9"], "slots are for RECURRENT"),
+    ],
+)
+def test_options_that_contradict_are_named(options, sentence, capsys):
+    assert main(["--trace", "builtin", *options]) == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.traces
+@pytest.mark.parametrize("name", CEILINGS)
+def test_the_ceilings_are_those_of_the_table(traces_dir, name):
+    workload = load_trace(traces_dir / f"{name}.jsonl.gz", block_weights="chunk")
+    got = []
+    for checkpoints in ("ends", "branches"):
+        hybrid = Hybrid(components=("FULL", "RECURRENT"), checkpoints=checkpoints)
+        result = replay(workload, capacity_pages=0, hybrid=hybrid)
+        hit_tokens = workload.hit_tokens(result.hit_pages).sum()
+        got.append(hit_tokens / workload.input_tokens.sum())
+    assert got == pytest.approx(CEILINGS[name], abs=1e-3)
