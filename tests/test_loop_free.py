@@ -270,6 +270,7 @@ def test_a_scanned_step_copies_no_array_of_nodes():
         start=np.zeros(8, np.int32),
         num_pages=np.zeros(8, np.int32),
         namespace=np.zeros((8, 4), np.int32),
+        full_blocks=np.zeros(8, np.int32),
     )
     tokens = np.zeros(64, np.int32)
     lowered = engine._replay_chunk.lower(shapes(ODD), tokens, requests, widths=(4, 8))

@@ -146,7 +146,9 @@ def cache_unfinished_req(
         requests = requests.put_tracks(row[None], _one(tracks))
         cache = free_slots(cache, orphan)
     cache, requests = _exchange(cache, requests, row, result)
-    published = dataclasses.replace(key, length=result.inserted_len)
+    # With nothing to publish it still shares what it shared before.
+    shared = jnp.maximum(result.inserted_len, requests.protected_length[row])
+    published = dataclasses.replace(key, length=shared)
     wanted = MatchPrefixParams(key=published, full_only=True)
     cache, match = match_prefix(cache, wanted)
     # The old lock first: the ledger may have no row to spare, and nothing evicts here.
