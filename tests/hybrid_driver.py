@@ -63,8 +63,8 @@ def entries(twin: HybridTwin, component: int, picks, used=()) -> list[int]:
             ids.append(next(iter(pool.free), 0))
         elif pick < 88:
             ids.append(next(iter(tree), 0))
-        elif pick < 92:  # again
-            ids.append([*used, *ids, 0][0])
+        elif pick < 94:  # again
+            ids.append([0, *used, *ids][-1])
         else:
             ids.append((0, 0, len(pool.owner), 1 << 30)[pick % 4])
     return ids
@@ -121,7 +121,7 @@ class Driver:
         return rng.randrange(-1, 8) * self.page_size + rng.choice([0, 0, 1, -1])
 
     def picks(self):
-        bad = 100 if self.random.random() < 0.2 else 80
+        bad = 100 if self.random.random() < 0.3 else 80
         return [self.random.randrange(bad) for _ in range(7)]
 
     def component(self) -> int:
@@ -180,10 +180,16 @@ class Driver:
 
     def step(self) -> None:
         rng, twin = self.random, self.twin
-        few = lambda: rng.randrange(-1, 4)
-        many = lambda make: [make() for _ in range(BATCH)]
+        few, many = lambda: rng.randrange(-1, 4), lambda: rng.randrange(-1, 8)
+        batch = lambda make: [make() for _ in range(BATCH)]
         steps = {
             "serve": (10, lambda: twin.serve(self.prompt(), max(self.length(), 0))),
+            "resume": (
+                6,
+                lambda: twin.resume(
+                    self.prompt(), max(self.length(), 0), max(self.length(), 0)
+                ),
+            ),
             "match": (6, lambda: twin.match(self.prompt())),
             "full_only": (2, lambda: twin.match(self.prompt(), full_only=True)),
             "peek": (1, lambda: twin.peek(self.prompt())),
@@ -199,7 +205,7 @@ class Driver:
                     self.component(), rng.randrange(-1, 5), rng.random() < 0.5
                 ),
             ),
-            "alloc_request": (4, lambda: twin.alloc_request((few(), few(), few()))),
+            "alloc_request": (5, lambda: twin.alloc_request((few(), many(), few()))),
             "insert": (14, lambda: twin.insert(*self.offer())),
             "evict": (3, lambda: twin.evict(*self.amounts())),
             "evict_bounded": (4, lambda: twin.evict(*self.amounts(), max_victims=2)),
@@ -209,20 +215,20 @@ class Driver:
         }
         if self.page_size == 1:  # batches compile more
             steps |= {
-                "peek_batch": (1, lambda: twin.peek_batch(many(self.prompt))),
-                "match_batch": (3, lambda: twin.match_batch(many(self.prompt))),
+                "peek_batch": (1, lambda: twin.peek_batch(batch(self.prompt))),
+                "match_batch": (3, lambda: twin.match_batch(batch(self.prompt))),
                 "lock_batch": (
                     3,
-                    lambda: twin.matches and twin.lock_batch(many(self.match)),
+                    lambda: twin.matches and twin.lock_batch(batch(self.match)),
                 ),
                 "unlock_batch": (
                     4,
-                    lambda: twin.receipts and twin.unlock_batch(many(self.receipt)),
+                    lambda: twin.receipts and twin.unlock_batch(batch(self.receipt)),
                 ),
                 "release_window_batch": (
                     1,
                     lambda: (
-                        twin.receipts and twin.release_window_batch(many(self.receipt))
+                        twin.receipts and twin.release_window_batch(batch(self.receipt))
                     ),
                 ),
                 "insert_batch": (6, self.insert_batch),

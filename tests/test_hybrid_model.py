@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from oracle_nodes import FULL
+from oracle_nodes import FULL, SWA
 from twin import NAMES
 from twin_hybrid import HybridTwin
 
@@ -56,6 +56,10 @@ class Model(RuleBasedStateMachine):
     @rule(prompt=prompts, evicted=maybe)
     def serve(self, prompt, evicted):
         self.twin.serve(prompt, max(evicted, 0))
+
+    @rule(prompt=prompts, prev=maybe, evicted=maybe)
+    def resume(self, prompt, prev, evicted):
+        self.twin.resume(prompt, max(prev, 0), max(evicted, 0))
 
     @has_match
     @rule(which=indices)
@@ -146,6 +150,15 @@ def test_random_operations_agree_with_the_hybrid_oracle(name, page_size):
     driver = Driver(name, page_size, seed=page_size)
     for _ in range(500):
         driver.step()
+
+
+def test_an_swa_page_that_comes_twice_is_taken_once():
+    twin = HybridTwin(config("swa", 1))
+    pages, swa = twin.alloc(FULL, 4), twin.alloc(SWA, 2)
+    seen = twin.insert(([1, 1, 1, 1], None), pages, swa=[swa[0], *swa, swa[1]])
+    assert seen.adopted[SWA] == [0, 2]
+    assert twin.oracle.status == {"NOT_OWNED"}
+    twin.compare()
 
 
 @pytest.mark.slow

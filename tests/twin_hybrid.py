@@ -267,3 +267,25 @@ class HybridTwin:
         self.unlock(-1)
         for c in self.components:
             self.free(c, [e for e in mine[c] if e in self.core.owned[c]])
+
+    def resume(self, prompt, prev: int = 0, evicted: int = 0) -> None:
+        """A running request publishes: it brings the tree's own entries along.
+
+        Its lock is of FULL and the window, tombstones too, and stays.
+        """
+        self.match(prompt, full_only=True)
+        self.lock(-1)
+        path, count = self.matches[-1][1].path, len(self._key(prompt).pages)
+        mine = {c: [] for c in range(3)}
+        for c, wanted in ((FULL, count - len(path)), (SWA, count), (RECURRENT, 1)):
+            if c in self.components:
+                mine[c] = self.alloc(c, wanted, partial=True)
+        swa, slots = iter(mine[SWA]), mine[RECURRENT]
+        path = [node for node in path if node.is_alive]
+        held = [node.values[SWA] or next(swa, 0) for node in path]
+        at_end = path[-1].values[RECURRENT] if path and len(path) == count else None
+        pages = [node.values[FULL] for node in path] + mine[FULL]
+        slot = at_end or next(iter(slots), 0)
+        self.insert(prompt, pages, prev, [*held, *swa], evicted, slot)
+        for c in self.components:
+            self.free(c, [e for e in mine[c] if e in self.core.owned[c]])
