@@ -3,7 +3,10 @@
 A hypothesis state machine finds short failures; a seeded driver covers more ground.
 """
 
+import dataclasses
+
 import hypothesis
+import numpy as np
 import pytest
 from harness import same
 from hybrid_driver import SETS, Driver, config, entries, offer
@@ -159,6 +162,22 @@ def test_an_swa_page_that_comes_twice_is_taken_once():
     assert seen.adopted[SWA] == [0, 2]
     assert twin.oracle.status == {"NOT_OWNED"}
     twin.compare()
+
+
+def test_a_renewed_receipt_has_the_anchor_of_the_ledger():
+    twin = HybridTwin(config("swa", 1))
+    twin.serve(([1, 1, 0, 1], None))
+    twin.match(([1, 1, 0, 1], None))
+    twin.lock(-1)
+    receipt, seen = twin.receipts[-1]
+    scalars = np.array(receipt.scalars)
+    scalars[2] = receipt.path[1]  # the anchor, forged
+    forged = dataclasses.replace(receipt, scalars=scalars)
+    twin.receipts[-1] = forged, seen
+    twin.release_window(-1)
+    twin.unlock(-1)
+    twin.compare()
+    assert twin.oracle.count(FULL) == (4, 0)
 
 
 @pytest.mark.slow
