@@ -31,13 +31,12 @@ def config_of(component: ComponentType, page_size: int) -> CacheConfig:
         window = {1: 2, 4: 6, 128: 200}[page_size]
         more = {"num_swa_pages": 9, "sliding_window_size": window}
     if component == RECURRENT:
-        extra = page_size > 1
-        interval = {1: 1, 4: 8, 128: 128}[page_size]
+        # A request takes 1, with the extra buffer 3: then there may be none to publish
+        # against (12 for four requests), or to come in (11).
         more = {
-            # Of a request, 1 or 3: for all requests, and too few snapshots besides.
-            "num_recurrent_slots": 12 if extra else 6,
-            "enable_recurrent_extra_buffer": extra,
-            "recurrent_track_interval": interval,
+            "num_recurrent_slots": {1: 6, 4: 12, 128: 11}[page_size],
+            "enable_recurrent_extra_buffer": page_size > 1,
+            "recurrent_track_interval": {1: 1, 4: 8, 128: 128}[page_size],
         }
     return CacheConfig(
         components=sorted({FULL, component}),

@@ -256,7 +256,7 @@ def clone_fails(h: RequestHarness, match, trouble: Status) -> None:
     after = canonical(h.cache)
     # A serial may be used up; what is locked, owned and free is as before.
     for name in ("NEXT_SERIAL", "ledger"):
-        before.pop(name), after.pop(name)
+        del before[name], after[name]
     assert {k: v for k, v in after.items() if v != before[k]} == {}
     assert same(states, numpy(h.states))
     assert not np.any(h.cache.tree.lock_ref)
