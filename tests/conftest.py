@@ -1,5 +1,6 @@
 """How the tests run: JAX on CPU, strict promotion, a compile cache kept on disk."""
 
+import gc
 import os
 import pathlib
 
@@ -26,6 +27,21 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
+
+
+# Each compiled program takes a hundred memory maps or more, and a Linux process may have
+# 65,530: past that JAX dies of a segmentation fault.
+_MAPS = pathlib.Path("/proc/self/maps")
+_MANY_MAPS = 25_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps():
+    """Let go of compiled programs before there are too many for one process."""
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
