@@ -29,8 +29,8 @@ hypothesis.settings.load_profile(
 )
 
 
-# Each compiled program takes a hundred memory maps or more, and a Linux process may have
-# 65,530: past that JAX dies of a segmentation fault.
+# Each compiled program takes a hundred memory maps or more, and a Linux process may
+# have 65,530: past that JAX dies of a segmentation fault.
 _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 25_000
 
