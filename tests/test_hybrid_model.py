@@ -22,7 +22,9 @@ from oracle_nodes import FULL, SWA
 from twin import NAMES
 from twin_hybrid import HybridTwin
 
+# FULL alone has a machine of its own; here it runs in the long cases.
 CASES = [(name, size) for name in SETS for size in (1, 4)]
+SHORT = [case for case in CASES if case[0] != "full"]
 
 tokens = st.lists(st.sampled_from([0, 1]), max_size=8)
 prompts = st.tuples(tokens, st.sampled_from([*NAMES, None, None]))
@@ -148,7 +150,7 @@ def test_many_sequences_of_operations_agree_with_the_hybrid_oracle(name):
     check_model(name, 300)
 
 
-@pytest.mark.parametrize(("name", "page_size"), CASES)
+@pytest.mark.parametrize(("name", "page_size"), SHORT)
 def test_random_operations_agree_with_the_hybrid_oracle(name, page_size):
     driver = Driver(name, page_size, seed=page_size)
     for _ in range(500):
