@@ -76,7 +76,16 @@ class Hybrid:
 
 
 def full_blocks(workload: Workload, lengths: np.ndarray) -> np.ndarray:
-    """Pages of each key that stand for full blocks; a snapshot may end the last."""
+    """Pages of each key that stand for full blocks; a snapshot may end the last.
+
+    Where blocks have no common size (chunks of text), each is a full one.
+    """
+    if workload.weights is not None:
+        inner = np.ones(len(workload.weights), bool)
+        ends = workload.page_offsets[1:]
+        inner[ends[ends > workload.page_offsets[:-1]] - 1] = False
+        if np.any(workload.weights[inner] != workload.page_tokens):
+            return lengths.astype(np.int32)
     whole = workload.input_tokens // workload.page_tokens
     return np.minimum(whole, lengths).astype(np.int32)
 
