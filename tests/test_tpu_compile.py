@@ -4,46 +4,26 @@ libtpu compiles for a described chip; nothing runs. It has an environment of its
 (`make tpu-estimate` makes it), so these tests skip where it is not installed.
 """
 
-import importlib.util
-import os
 import re
 
 import jax
 import pytest
 from op_cases import OPS, READS, op_cases, shapes
+from tpu_chip import described_chip, needs_libtpu, no_cache_entry
 
 from uhrc_fn import CacheConfig
 
-TOPOLOGY = "v6e:2x2x1"
 ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 CONFIG = CacheConfig(page_size=128, num_pages=16_384, max_prefix_pages=1024)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed; pip install 'uhrc_fn[tpu]' brings it",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_libtpu]
 
 
 @pytest.fixture(scope="module")
 def chip():
     """Where arrays live: one chip of a described topology."""
-    from jax.experimental import topologies
-
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v6e-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several test runs at once
-    }.items():
-        os.environ.setdefault(name, value)
-    try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
-    except Exception as error:  # libtpu raises several kinds
-        pytest.skip(f"libtpu cannot describe {TOPOLOGY}: {error}")
-    return jax.sharding.SingleDeviceSharding(described.devices[0])
+    with no_cache_entry():
+        yield described_chip()
 
 
 def placed(tree, chip):

@@ -47,12 +47,12 @@ def compiled_for_tpu(function, *args, donate_argnums=0):
     chip = described_chip()
     describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
-    with jax.sharding.use_abstract_mesh(TPU), _no_cache_entry():
+    with jax.sharding.use_abstract_mesh(TPU), no_cache_entry():
         return jitted.lower(*jax.tree.map(describe, args)).compile()
 
 
 @contextlib.contextmanager
-def _no_cache_entry():
+def no_cache_entry():
     """Keep what is compiled out of the cache on disk: it could not be read again."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)

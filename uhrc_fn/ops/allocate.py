@@ -51,13 +51,7 @@ def alloc_pages(
     Ownership:
       the ids are the request's until insert adopts them or `free_pages` returns them.
     """
-    if max_new is None:
-        max_new = _static_count(num_new)
-    num_new = jnp.asarray(num_new, jnp.int32)
-    cache, result = alloc_pages_batch(
-        cache, num_new[None], max_new=max_new, partial=partial
-    )
-    return cache, first(result)
+    return _alloc_one(cache, ComponentType.FULL, num_new, max_new, partial)
 
 
 def alloc_pages_batch(

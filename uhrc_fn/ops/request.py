@@ -202,7 +202,7 @@ def _columns(requests: ReqToTokenPool, row, key: RadixKey):
     """
     size = requests.config.page_size
     wide = key.token_ids.shape[-1] // size
-    fit = lambda table: jnp.pad(table[row], (0, max(wide - table.shape[1], 0)))[:wide]
+    fit = lambda table: _padded(table[row], wide, 0)
     swa = fit(requests.owned().swa_pages) if requests.config.has_swa else None
     return fit(requests.pages), swa
 

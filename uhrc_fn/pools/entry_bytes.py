@@ -7,9 +7,7 @@ host arithmetic on shapes, in Python ints.
 
 import jax.numpy as jnp
 
-LANES = 128
-"""Words in a row of a TPU tile: the last axis of a KV buffer is padded to it."""
-WORD_BYTES = 4
+from .layout import LANES, WORD_BYTES, round_up
 
 
 def kv_page_bytes(
@@ -51,8 +49,8 @@ def kv_page_bytes(
         )
     heads = max(1, num_kv_heads // tensor_size)
     packing = _packing(dtype)
-    rows = _round_up(2 * heads, packing)  # K and V interleaved, packed into words
-    return page_size * num_layers * rows * _round_up(head_dim, LANES) * _size(dtype)
+    rows = round_up(2 * heads, packing)  # K and V interleaved, packed into words
+    return page_size * num_layers * rows * round_up(head_dim, LANES) * _size(dtype)
 
 
 def mla_page_bytes(
@@ -84,8 +82,8 @@ def mla_page_bytes(
         kv_lora_rank=kv_lora_rank,
         rope_head_dim=rope_head_dim,
     )
-    width = _round_up(kv_lora_rank, LANES) + _round_up(rope_head_dim, LANES)
-    return _round_up(page_size, _packing(dtype)) * num_layers * width * _size(dtype)
+    width = round_up(kv_lora_rank, LANES) + round_up(rope_head_dim, LANES)
+    return round_up(page_size, _packing(dtype)) * num_layers * width * _size(dtype)
 
 
 def recurrent_slot_bytes(
@@ -205,10 +203,6 @@ def _size(dtype) -> int:
 
 def _packing(dtype) -> int:
     return max(1, WORD_BYTES // _size(dtype))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _require_positive(**sizes) -> None:
