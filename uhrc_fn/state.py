@@ -148,6 +148,15 @@ def owner_offset(config: CacheConfig, component: int) -> int:
     return sum(config.capacities[c] + 1 for c in range(component))
 
 
+def owner_entry(config: CacheConfig, component: int, ids):
+    """Where `CacheState.owner` keeps ids of a pool: ``(is_id, entry)``.
+
+    What is no id gets the dummy's entry, which no request owns.
+    """
+    is_id = (ids > 0) & (ids <= config.capacities[component])
+    return is_id, owner_offset(config, component) + jnp.where(is_id, ids, 0)
+
+
 def init(config: CacheConfig) -> CacheState:
     """Build an empty cache.
 

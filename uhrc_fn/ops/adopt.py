@@ -14,7 +14,7 @@ from ..components import component_rules
 from ..components.base import LOW_STAMP, Component
 from ..config import CacheConfig, ComponentType
 from ..params import InsertParams
-from ..state import CacheState, Counter, Owner, flag, owner_offset
+from ..state import CacheState, Counter, Owner, flag, owner_entry
 from ..status import Status
 from ..tree_arrays import DROP, IN_BOUNDS, NULL, NUM_CHILDREN
 from .claim import first_touch
@@ -135,9 +135,7 @@ def _theirs(cache: CacheState, r: Component, offered, wants):
     Returns:
       ``(cache, theirs, entry)``.
     """
-    capacity = cache.config.capacities[r.type]
-    is_id = (offered > 0) & (offered <= capacity)
-    entry = owner_offset(cache.config, r.type) + jnp.where(is_id, offered, 0)
+    is_id, entry = owner_entry(cache.config, r.type, offered)
     theirs = is_id & (cache.owner.at[entry].get(**IN_BOUNDS) == Owner.REQUEST)
     if r.type == ComponentType.RECURRENT:
         return cache, theirs, entry

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .. import free_lists
 from ..config import ComponentType
-from ..state import CacheState, Owner, Ring, bump, owner_offset
+from ..state import CacheState, Owner, Ring, bump, owner_entry
 from ..status import Status
 from ..tree_arrays import DROP, IN_BOUNDS, fence, settle
 from .claim import first_touch
@@ -46,8 +46,7 @@ def free_slots(cache: CacheState, ids) -> CacheState:
 def _free(cache: CacheState, kind: ComponentType, ids) -> CacheState:
     config, ring = cache.config, Ring(int(kind))
     ids = jnp.asarray(ids, jnp.int32).reshape(-1)
-    is_id = (ids > 0) & (ids <= config.capacities[kind])
-    entry = owner_offset(config, kind) + jnp.where(is_id, ids, 0)
+    is_id, entry = owner_entry(config, kind, ids)
     owner_of, owner = fence(cache.owner.at[entry].get(**IN_BOUNDS), cache.owner)
     owned = owner_of == Owner.REQUEST
     owner, is_second = _is_second(owner, entry, owned)

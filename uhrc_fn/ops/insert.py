@@ -16,7 +16,7 @@ from .. import free_lists
 from ..components import component_rules
 from ..config import CLOCK_LIMIT, CacheConfig, ComponentType
 from ..params import InsertParams, InsertResult
-from ..state import CacheState, Counter, Owner, Ring, bump, flag, owner_offset
+from ..state import CacheState, Counter, Owner, Ring, bump, flag, owner_entry
 from ..status import Status
 from ..tree_arrays import (
     DEPTH,
@@ -162,9 +162,8 @@ def _pick(x, place):
 
 
 def _entry(config: CacheConfig, value):
-    """Owner entries of FULL pages; the dummy's, which no request owns, for no page."""
-    is_id = (value > 0) & (value <= config.num_pages)
-    return owner_offset(config, ComponentType.FULL) + jnp.where(is_id, value, 0)
+    """Owner entries of FULL pages."""
+    return owner_entry(config, ComponentType.FULL, value)[1]
 
 
 def _judge(cache: CacheState, reads: _Reads, pages: KeyPages, params: InsertParams):
