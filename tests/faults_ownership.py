@@ -1,0 +1,5 @@
+"""Faults in who owns what."""
+
+from faults import Fault
+
+FAULTS: list[Fault] = []
