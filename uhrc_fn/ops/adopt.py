@@ -16,7 +16,7 @@ from ..config import CacheConfig, ComponentType
 from ..params import InsertParams
 from ..state import CacheState, Counter, Owner, flag, owner_entry
 from ..status import Status
-from ..tree_arrays import DROP, IN_BOUNDS, NULL, NUM_CHILDREN
+from ..tree_arrays import DROP, IN_BOUNDS, NULL, NUM_CHILDREN, fence
 from .claim import first_touch
 from .path import page_index
 
@@ -136,7 +136,9 @@ def _theirs(cache: CacheState, r: Component, offered, wants):
       ``(cache, theirs, entry)``.
     """
     is_id, entry = owner_entry(cache.config, r.type, offered)
-    theirs = is_id & (cache.owner.at[entry].get(**IN_BOUNDS) == Owner.REQUEST)
+    held, owner = fence(cache.owner.at[entry].get(**IN_BOUNDS), cache.owner)
+    cache = dataclasses.replace(cache, owner=owner)
+    theirs = is_id & (held == Owner.REQUEST)
     if r.type == ComponentType.RECURRENT:
         return cache, theirs, entry
     place = jnp.where(theirs & wants, entry, cache.owner.shape[0])

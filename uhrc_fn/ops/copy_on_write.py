@@ -11,7 +11,7 @@ from ..params import IncLockRefResult, MatchResult
 from ..pools.recurrent_state import RecurrentStatePool
 from ..state import CacheState, bump, flag
 from ..status import Status
-from ..tree_arrays import ROOT, VALUE, num_rows, take
+from ..tree_arrays import ROOT, VALUE, num_rows, settle, take
 from .allocate import alloc_slots
 from .lock import dec_lock_ref, inc_lock_ref, release_window
 
@@ -53,6 +53,7 @@ def cow_clone(
     source = jnp.where(is_locked, match.cow_src_slot, 0)
     node = jnp.clip(match.best_match_node, ROOT, num_rows(cache.tree.fields) - 1)
     held = take(cache.tree.fields, VALUE + ComponentType.RECURRENT, node)
+    cache, held = settle(cache, held)
     is_gone = (source > 0) & (held != source)
     cache = _flagged(cache, flag(is_gone, Status.STALE_MATCH))
     wanted = (is_locked & ~is_gone).astype(jnp.int32)
