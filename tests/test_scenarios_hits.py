@@ -297,21 +297,25 @@ def test_B34_traces_of_tool_agents_are_recognised_and_replayed(name, tmp_path):
     assert result.hit_pages[1] == 0 < result.hit_pages[2]
 
 
-# Ideal hit ratios of the traces' tables, and leaf LRU at a tenth of the unique blocks.
-RECORDED = {"lmcache_magagent_blk64B": (0.8380, 0.837)}
+# Hit tokens of full blocks over all tokens, from plain-Python replays of a trace: with
+# room for all 14,961 unique blocks, and leaf LRU (block LRU: .285) for a hundredth.
+MAGAGENT = {0: 0.8380, 149: 0.436}
 
 
 @pytest.mark.slow
 @pytest.mark.traces
-@pytest.mark.parametrize("name", RECORDED)
-def test_B34_a_recorded_tool_agent_trace_hits_as_its_table_says(name, traces_dir):
-    """Fault: a block's own tokens are not what it weighs."""
-    workload = load_trace(traces_dir / f"{name}.jsonl.gz")
-    total = workload.input_tokens.sum()
-    for capacity, wanted in zip((0, 1496), RECORDED[name], strict=True):
-        result = replay(workload, capacity_pages=capacity)
-        hit = workload.hit_tokens(result.hit_pages).sum() / total
-        assert hit == pytest.approx(wanted, abs=1e-3)
+@pytest.mark.parametrize("capacity", MAGAGENT)
+def test_B34_a_recorded_tool_agent_trace_hits_as_its_table_says(capacity, traces_dir):
+    """Fault: leaves are not what goes first.
+
+    Partial last blocks are cached here too: they take room, and are left out of the
+    count of hits.
+    """
+    workload = load_trace(traces_dir / "lmcache_magagent_blk64B.jsonl.gz")
+    result = replay(workload, capacity_pages=capacity)
+    blocks = np.minimum(result.hit_pages, workload.input_tokens // 64)
+    ratio = blocks.sum() * 64 / workload.input_tokens.sum()
+    assert ratio == pytest.approx(MAGAGENT[capacity], abs=1e-3)
 
 
 def test_B35_an_idle_window_outlives_all_that_lies_outside_of_windows():

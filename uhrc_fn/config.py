@@ -39,6 +39,8 @@ class CacheConfig:
     """Shapes and rules of one cache; hashable, so that it can be static under jit.
 
     Capacities count usable entries; row 0 of every array is the root or the dummy.
+    They are fixed: a shortage of SWA pages or of slots makes room in its own pool and
+    never takes from another.
 
     Args:
       components: component set, as `ComponentType` members or their names. Allowed:
