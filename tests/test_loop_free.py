@@ -14,8 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
-from op_cases import LOOKS_AND_LOCKS, OPS, op_cases, shapes
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+from op_cases import (
+    LOOKS_AND_LOCKS,
+    SETS,
+    SETS_AND_OPS,
+    config_of,
+    op_cases,
+    shapes,
+)
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, EvictParams, InsertParams, MatchPrefixParams
@@ -28,9 +35,11 @@ CALLS_OUT = {"ffi_call", "pallas_call", "custom_partitioning", "debug_print"}
 
 
 def equations(jaxpr: Jaxpr):
-    """Every equation, of nested programs too."""
+    """Every equation, of nested programs too; what is inside a kernel is its own."""
     for equation in jaxpr.eqns:
         yield equation
+        if equation.primitive.name == "pallas_call":
+            continue
         for parameter in equation.params.values():
             for inner in nested(parameter):
                 yield from equations(inner)
@@ -47,10 +56,43 @@ def nested(parameter):
 
 
 def special(jaxpr: Jaxpr) -> dict[str, int]:
-    """Count what needs a reason: loops, branches, selections, calls to elsewhere."""
-    named = LOOPS | SELECTIONS | CALLS_OUT | {"cond"}
-    names = [equation.primitive.name for equation in equations(jaxpr)]
+    """Count what needs a reason: loops, branches, selections, calls to elsewhere.
+
+    A `while` that asks yes or no counts as `once`.
+    """
+    named = LOOPS | SELECTIONS | CALLS_OUT | {"cond", "once"}
+    names = [
+        "once" if asks_once(equation) else equation.primitive.name
+        for equation in equations(jaxpr)
+    ]
     return dict(collections.Counter(n for n in names if n in named or "callback" in n))
+
+
+def asks_once(equation) -> bool:
+    """Whether this is a `while` that a first turn always ends: do it, or do not."""
+    if equation.primitive.name != "while":
+        return False
+    body = equation.params["body_jaxpr"]
+    after = constants(body, [None] * len(body.jaxpr.invars))
+    condition = equation.params["cond_jaxpr"]
+    outside = [None] * equation.params["cond_nconsts"]
+    (goes_on,) = constants(condition, [*outside, *after])
+    return goes_on is not None and not goes_on
+
+
+def constants(program: ClosedJaxpr, inputs: list) -> list:
+    """Results that follow from the inputs that are known; `None` for all others."""
+    known = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(program.jaxpr.invars, inputs, strict=True))
+    value = lambda atom: atom.val if isinstance(atom, Literal) else known.get(atom)
+    for equation in program.jaxpr.eqns:
+        read = [value(atom) for atom in equation.invars]
+        if all(x is not None for x in read) and not equation.effects:
+            result = equation.primitive.bind(*read, **equation.params)
+            several = equation.primitive.multiple_results
+            written = result if several else [result]
+            known |= dict(zip(equation.outvars, written, strict=True))
+    return [value(atom) for atom in program.jaxpr.outvars]
 
 
 def test_the_search_reaches_everything():
@@ -75,65 +117,94 @@ def test_the_search_reaches_everything():
     assert found == dict.fromkeys(once, 1)
 
 
+@pytest.mark.parametrize(
+    ("goes_on", "turn", "is_once"),
+    [
+        (lambda c: c[0], lambda c: (jnp.zeros((), bool), c[1] + 1), True),
+        (lambda c: c[1] > 0, lambda c: (c[0], jnp.int32(0)), True),
+        (lambda c: c[1] > 0, lambda c: (c[0], c[1] - 1), False),
+        (lambda c: c[0], lambda c: (c[1] > 9, c[1] + 1), False),
+        (lambda c: c[0], lambda c: (jnp.ones((), bool), c[1] + 1), False),
+    ],
+)
+def test_a_loop_is_told_from_a_question(goes_on, turn, is_once):
+    loop = lambda flag, count: jax.lax.while_loop(goes_on, turn, (flag, count))
+    jaxpr = jax.make_jaxpr(loop)(True, jnp.int32(3)).jaxpr
+    assert special(jaxpr) == {"once" if is_once else "while": 1}
+
+
 # What is traced.
 
 PLAN, BATCH = 512, 65
 
 
 @functools.cache
-def traced(name: str, pages: int, nodes: int, batch: int = BATCH):
-    config = traced_config(nodes)
+def traced(components: str, name: str, pages: int, nodes: int, batch: int = BATCH):
+    config = traced_config(components, nodes)
     return op_cases(config, pages, batch)[name].jaxpr(config)
 
 
-def traced_config(nodes: int, plan: int = PLAN) -> CacheConfig:
-    return CacheConfig(
-        page_size=16, num_pages=nodes, max_prefix_pages=1024, victim_plan_size=plan
+def traced_config(components: str, nodes: int, plan: int = PLAN) -> CacheConfig:
+    return config_of(
+        components, 16, nodes, max_prefix_pages=1024, victim_plan_size=plan
     )
 
 
-# One selection, in a form for each platform.
-SELECTS = {"cond": 1, "top_k": 2}
-MAY_HOLD = {
-    # Nothing at all.
-    **{name: {} for name in [*LOOKS_AND_LOCKS, "insert", "free"]},
-    "evict_any_number": {},
-    "reset": {},
-    # The plan of victims is made anew under one condition.
-    "evict": SELECTS,
-    "alloc": SELECTS,
-    # A loop over requests, see below.
-    "insert_batch": {"while": 1},
-    "alloc_batch": SELECTS | {"scan": 1},
-    # Sorts by design; it runs between steps, once in 2^30 ticks.
-    "compact_clock": {"sort": 1},
-}
+def may_hold(components: str, name: str) -> dict[str, int]:
+    """What an operation may hold, loops that ask yes or no left out."""
+    # A selection comes in a form for each platform. Nothing is selected if nobody is
+    # needed; the plan of FULL victims is made anew where it runs out.
+    selects = collections.Counter({"cond": 1, "top_k": 2})
+    num_components = len(components.split(","))
+    allowed = {
+        "evict": [selects] * num_components,
+        # The pages go by a threshold; the others are few enough to select.
+        "evict_any_number": [selects] * (num_components - 1),
+        "alloc": [selects],
+        "alloc_swa": [selects],
+        "alloc_slots": [selects],
+        "alloc_request": [selects] * num_components,
+        # Loops over requests, see below.
+        "insert_batch": [{"while": 1}],
+        "alloc_batch": [selects, {"scan": 1}],
+        # On a CPU piece by piece of a state, one loop a buffer. On a TPU by a kernel,
+        # and one by one where a row is narrow.
+        "cow_clone": [selects, {"scan": 3, "pallas_call": 1}],
+        # Sorts by design; it runs between steps, once in 2^30 ticks.
+        "compact_clock": [{"sort": 1}] * num_components,
+    }
+    return dict(sum(map(collections.Counter, allowed.get(name, [])), selects - selects))
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("components", "name"), SETS_AND_OPS)
 @pytest.mark.parametrize("pages", [4, 64])
-def test_what_an_operation_holds(name, pages):
+def test_what_an_operation_holds(components, name, pages):
     # Batches whose victims could be more than the plan holds need no plan.
     batch = 7 if pages * BATCH > PLAN and name == "alloc_batch" else BATCH
-    assert special(traced(name, pages, 2**10, batch)) == MAY_HOLD[name]
+    holds = special(traced(components, name, pages, 2**10, batch))
+    if name.startswith(("insert", "evict", "alloc", "cow")):
+        holds.pop("once", None)
+    assert holds == may_hold(components, name)
 
 
+@pytest.mark.parametrize("components", SETS)
 @pytest.mark.parametrize("name", LOOKS_AND_LOCKS)
-def test_looks_and_locks_lower_to_no_loop_branch_or_custom_call(name):
-    config = traced_config(2**10)
+def test_looks_and_locks_lower_to_no_loop_branch_or_custom_call(components, name):
+    config = traced_config(components, 2**10)
     text = op_cases(config, 64, 3)[name].lower(config).as_text()
     assert "stablehlo.gather" in text
     assert not re.findall(r"custom_call|stablehlo\.(?:while|case|if|sort)\b|chlo", text)
 
 
-def find(jaxpr: Jaxpr, primitive: str) -> Any:
-    (found,) = [e for e in equations(jaxpr) if e.primitive.name == primitive]
-    return found
+def every(jaxpr: Jaxpr, primitive: str) -> list[Any]:
+    return [e for e in equations(jaxpr) if e.primitive.name == primitive]
 
 
-def test_insert_batch_loops_over_irregular_requests_only():
-    """From the first request that did not go in whole to the last of the batch."""
-    loop = find(traced("insert_batch", 64, 2**10), "while")
+@pytest.mark.parametrize("components", SETS)
+def test_insert_batch_loops_over_requests_only(components):
+    """FULL alone: from the first that did not go in whole; else over the batch."""
+    loops = every(traced(components, "insert_batch", 64, 2**10), "while")
+    (loop,) = (loop for loop in loops if not asks_once(loop))
     (compare,) = loop.params["cond_jaxpr"].jaxpr.eqns
     assert compare.primitive.name == "lt"
     assert compare.invars == loop.params["cond_jaxpr"].jaxpr.invars[:2]
@@ -146,50 +217,91 @@ def test_insert_batch_loops_over_irregular_requests_only():
     (step,) = [e for e in body.eqns if e.outvars[0] is body.outvars[0]]
     assert step.primitive.name == "add" and step.invars[0] is counter
     assert int(step.invars[1].val) == 1
-    assert not hasattr(first, "val")
+    assert isinstance(first, Literal) == (components != "FULL")
     # One request inside needs no loop in turn, nor does a batch of one.
     assert not special(body)
-    assert not special(traced("insert_batch", 64, 2**10, batch=1))
+    assert not special(traced(components, "insert_batch", 64, 2**10, batch=1))
 
 
-def test_alloc_batch_loops_over_counts_of_requests_only():
+@pytest.mark.parametrize("components", SETS)
+def test_alloc_batch_loops_over_counts_of_requests_only(components):
     """Who gets all that it asks for depends on what those before it got."""
-    loop = find(traced("alloc_batch", 4, 2**10), "scan")
+    (loop,) = every(traced(components, "alloc_batch", 4, 2**10), "scan")
     assert loop.params["length"] == BATCH
     assert [v.aval.shape for v in loop.invars] == [(), (BATCH,)]
 
 
-@pytest.mark.parametrize("name", ["evict", "alloc", "alloc_batch"])
-def test_a_selection_takes_no_more_than_the_plan_holds(name):
+SELECTING = [
+    (components, name)
+    for components, name in SETS_AND_OPS
+    if "cond" in may_hold(components, name) and name != "evict_any_number"
+]
+
+
+@pytest.mark.parametrize(("components", "name"), SELECTING)
+def test_a_selection_takes_no_more_than_the_plan_holds(components, name):
     for nodes in (2**10, 2**14):
-        jaxpr = traced(name, 4, nodes)
-        branches = find(jaxpr, "cond").params["branches"]
-        # Nobody is needed; the plan has them; the plan is made anew.
-        assert [special(b.jaxpr) for b in branches] == [{}, {}, {"top_k": 2}]
-        taken = [e for e in equations(jaxpr) if e.primitive.name == "top_k"]
-        assert [e.params["k"] for e in taken] == [PLAN, PLAN]
-        assert not special(jaxpr).get("sort")
+        jaxpr = traced(components, name, 4, nodes)
+        for choice in every(jaxpr, "cond"):
+            *others, last = (special(b.jaxpr) for b in choice.params["branches"])
+            # Nobody is needed; the plan has them; they are selected.
+            assert last == {"top_k": 2} and not any(others)
+        taken = {e.params["k"] for e in every(jaxpr, "top_k")}
+        # Pages from the plan, others no more than the call has lanes.
+        assert taken <= {PLAN, 4, 1}
+        assert not every(jaxpr, "sort")
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_the_number_of_equations_knows_no_length_and_no_capacity(name):
+@pytest.mark.parametrize(("components", "name"), SETS_AND_OPS)
+def test_neither_equations_nor_turns_know_a_length_or_a_capacity(components, name):
     """Small batches have forms of their own, so all batches here are large ones."""
 
     def count(pages, nodes):
         # Whether a plan is used depends on shapes too: the same way for all four.
-        config = traced_config(nodes, PLAN if name == "evict_any_number" else 2**13)
+        config = traced_config(components, nodes, 8 if name in UNBOUNDED else 2**13)
         jaxpr = op_cases(config, pages, BATCH)[name].jaxpr(config)
-        return sum(1 for _ in equations(jaxpr))
+        turns = [loop.params["length"] for loop in every(jaxpr, "scan")]
+        return sum(1 for _ in equations(jaxpr)), *turns
 
     few = count(4, 2**10)
-    assert few > 10
+    assert few[0] > 10
     assert {count(64, 2**10), count(4, 2**14), count(64, 2**14)} == {few}
 
 
+UNBOUNDED = ("evict_any_number",)
+
+
+@pytest.mark.parametrize("components", SETS)
 @pytest.mark.parametrize("name", ["match", "peek", "lock", "unlock", "insert"])
-def test_long_keys_add_no_equations_either(name):
-    counts = {p: len(list(equations(traced(name, p, 2**10, 1)))) for p in (512, 1024)}
-    assert counts[512] == counts[1024]
+def test_long_keys_add_no_equations_either(components, name):
+    jaxprs = [traced(components, name, pages, 2**10, 1) for pages in (512, 1024)]
+    short, long = (sum(1 for _ in equations(jaxpr)) for jaxpr in jaxprs)
+    assert short == long
+
+
+@pytest.mark.parametrize("components", SETS)
+def test_a_state_fits_every_operation_whichever_returned_it(components):
+    """So each is traced once; nothing is compiled here."""
+    config = config_of(components, 2, 64)
+    traces, jitted = collections.Counter(), {}
+
+    def counted(name, case):
+        @functools.wraps(case.function)
+        def wrapped(*args):
+            traces[name] += 1
+            return case.function(*args)
+
+        return case._replace(function=wrapped)
+
+    cases = op_cases(config, 4, 3)
+    jitted = {name: counted(name, case).jit() for name, case in cases.items()}
+    cache = shapes(config)
+    for _ in range(2):
+        for name, case in cases.items():
+            out = jitted[name].eval_shape(cache, *case.args)
+            if case.donated:
+                cache = out if isinstance(out, uhrc_fn.CacheState) else out[0]
+    assert set(traces) == set(cases) and set(traces.values()) == {1}
 
 
 def test_a_session_traces_each_operation_once():
@@ -233,8 +345,14 @@ def test_a_session_traces_each_operation_once():
 
 # What is compiled.
 
-ODD = CacheConfig(page_size=4, num_pages=16_411, max_prefix_pages=8)
 COPY = re.compile(r" = \w+\[([\d,]*)\]\S* copy\(")
+
+
+def odd(components: str) -> CacheConfig:
+    return config_of(components, 4, 16_411, max_prefix_pages=8)
+
+
+ODD = odd("FULL")
 
 
 def large_copies(text: str) -> dict[str, int]:
@@ -255,13 +373,26 @@ def test_a_copy_of_the_state_would_be_seen():
     assert any(f"[{fields}]" in line for line in large_copies(compiled.as_text()))
 
 
-@pytest.mark.parametrize("name", sorted({*OPS} - {"reset"}))  # it writes everything
-def test_nothing_copies_an_array_of_nodes(name):
-    text = op_cases(ODD, 8, 3)[name].lower(ODD).compile().as_text()
+def compiled_cases():
+    """All but a reset, which writes everything; of hybrid batches in the long run."""
+    for components, name in SETS_AND_OPS:
+        is_long = name.endswith("_batch") or name in (
+            "evict_any_number",
+            "compact_clock",
+        )
+        marks = [pytest.mark.slow] if is_long and components != "FULL" else []
+        if name != "reset":
+            yield pytest.param(components, name, marks=marks)
+
+
+@pytest.mark.parametrize(("components", "name"), [*compiled_cases()])
+def test_nothing_copies_an_array_of_nodes(components, name):
+    config = odd(components)
+    text = op_cases(config, 8, 3)[name].lower(config).compile().as_text()
     found = large_copies(text)
-    if name == "evict_any_number":
-        # Its lanes are all the nodes, so lists of places are as long; no state is.
-        sizes = {leaf.size for leaf in jax.tree.leaves(shapes(ODD))}
+    if name in ("evict_any_number", "compact_clock"):
+        # Their lanes are all the nodes, so lists of places are as long; no state is.
+        sizes = {leaf.size for leaf in jax.tree.leaves(shapes(config))}
         found = {line: words for line, words in found.items() if words in sizes}
     assert not found
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import SMALL, Harness, numpy, same, stack
 from jax import export
-from op_cases import OPS, READS, busy_harness, op_cases, shapes
+from op_cases import OPS, READS, SETS, busy_harness, config_of, op_cases, shapes
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, EvictParams, InsertParams, MatchPrefixParams, jitted
@@ -23,7 +23,8 @@ def busy():
     match = harness.match([0, 1, 2, 3, 4, 5])
     receipt = harness.lock(match)
     cases = op_cases(SMALL, PAGES, batch=3)
-    for name, record in (("lock", match), ("unlock", receipt)):
+    records = {"lock": match, "unlock": receipt, "release_window": receipt}
+    for name, record in records.items():
         cases[name] = cases[name]._replace(args=(record,))
         batch = f"{name}_batch"
         cases[batch] = cases[batch]._replace(args=(stack([record] * 3),))
@@ -218,8 +219,9 @@ def test_a_session_moves_nothing_between_host_and_device():
 # The state.
 
 
-def test_a_state_has_few_leaves():
-    assert len(jax.tree.leaves(shapes(SMALL))) <= 16
+@pytest.mark.parametrize("components", SETS)
+def test_a_state_has_few_leaves(components):
+    assert len(jax.tree.leaves(shapes(config_of(components, 2, 16)))) <= 16
 
 
 def test_a_state_costs_at_most_eight_bytes_a_token():
