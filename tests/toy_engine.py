@@ -130,7 +130,7 @@ def forward(params, pools: Pools, row, tokens, num_new, branching):
     running = tables.running_slots(rows)
     fresh = (start == 0)[None]
     held = [states.gather_state(x, running, fresh) for x in RECURRENCE]
-    held = tuple((temporal[0], conv[0]) for temporal, conv in held)
+    held = jax.tree.map(lambda x: x[0], tuple(held))
 
     def step(carry, token_and_turn):
         kv, held = carry
