@@ -16,9 +16,9 @@ import numpy as np
 from hosts import HostTree, MakeTree
 from ours import (
     Runner,
-    allocated,
     config_for,
     copy,
+    entries_for,
     filled,
     insert_params,
     key_of,
@@ -58,11 +58,12 @@ class Case:
     """Whether the tree is made of many leaves of one page."""
     hosts: bool = True
     """Whether host trees run it too."""
+    components: str = "FULL"
 
     @property
     def identity(self) -> dict:
         """The columns that name the row."""
-        names = ("op", "page_size", "pages", "batch", "shared", "nodes")
+        names = "op components page_size pages batch shared nodes".split()
         return {name: getattr(self, name) for name in names}
 
 
@@ -79,7 +80,7 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.config = config_for(case.page_size, case.nodes)
+        self.config = config_for(case.page_size, case.nodes, case.components)
         self.rng = np.random.default_rng(20_000 + case.nodes + case.pages)
         pages = case.key_pages or case.pages
         self.tokens = self.draw(int(case.nodes * case.fill) // pages, pages)
@@ -214,16 +215,15 @@ class Insert(Bench):
         self.new = self.new.reshape(steps, case.batch, -1)
         common = int(case.pages * (case.shared or 0)) * case.page_size
         self.new[:, :, :common] = self.new[:, :1, :common]
-        self._after_fill, ids = allocated(
-            filled(self.config, self.tokens), steps * case.batch * case.pages
+        self._after_fill, brought = entries_for(
+            filled(self.config, self.tokens), (steps, case.batch, case.pages)
         )
-        ids = ids.reshape(steps, case.batch, case.pages)
         self.arguments = []
-        for tokens, value in zip(self.new, ids, strict=True):
-            one = case.batch == 1
-            key = key_of(tokens[0] if one else tokens, self.config)
-            value = value[0] if one else value
-            self.arguments.append((on_device(insert_params(key, value)),))
+        for step in range(steps):
+            at = (step, 0) if case.batch == 1 else step
+            key = key_of(self.new[at], self.config)
+            mine = {name: entries[at] for name, entries in brought.items()}
+            self.arguments.append((on_device(insert_params(key, **mine)),))
 
     @property
     def base(self) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 from timing import core_to_use, enter_one_core, measure, run_child
 
 COLUMNS = (
-    "op page_size pages batch shared nodes ours_us default_dispatch_us in_loop_us "
-    "dispatch_floor_us convert_us oracle_us peer_us compile_s"
+    "op components page_size pages batch shared nodes ours_us default_dispatch_us "
+    "in_loop_us dispatch_floor_us convert_us oracle_us peer_us compile_s"
 ).split()
 # Times of the table; the mean and the minimum are in the table only.
 _TIMES = (
@@ -31,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--peer", type=Path, help="`python` folder of sglang-jax")
     parser.add_argument("--only", default="", help="ops whose name contains this")
+    parser.add_argument("--components", help="cases of this set: FULL, FULL,SWA, ...")
     parser.add_argument("--page-size", type=int, help="cases of this page size")
     parser.add_argument("--batch", type=int, help="cases of this batch")
     parser.add_argument("--max-nodes", type=int, help="leave larger trees out")
@@ -46,11 +47,13 @@ def parse_arguments() -> argparse.Namespace:
 def chosen_cases(arguments: argparse.Namespace) -> list[Any]:
     """Apply the filters of the command line."""
     from cases import all_cases
+    from hybrid_cases import hybrid_cases
 
     return [
         case
-        for case in all_cases()
+        for case in all_cases() + hybrid_cases()
         if arguments.only in case.op
+        and arguments.components in (None, case.components)
         and arguments.page_size in (None, case.page_size)
         and arguments.batch in (None, case.batch)
         and case.nodes <= (arguments.max_nodes or case.nodes)
@@ -74,12 +77,19 @@ def compile_seconds(runner: Any, cache: Any, args: tuple) -> float:
     return time.perf_counter() - start
 
 
+def bench_of(case: Any) -> Any:
+    """Prepare the sides of a case."""
+    from cases import BENCHES
+    from hybrid_cases import HYBRID_BENCHES
+
+    return (BENCHES | HYBRID_BENCHES)[case.op](case)
+
+
 def one_core_row(case: Any, makers: dict[str, Any], seconds: float) -> dict:
     """Measure a case in the one-core condition, every side in this process."""
-    from cases import BENCHES
     from ours import Runner, floor, in_loop
 
-    bench = BENCHES[case.op](case)
+    bench = bench_of(case)
     runner = Runner(bench.function)
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | case.identity
     row["compile_s"] = compile_seconds(runner, bench.base, bench.arguments[0])
@@ -105,10 +115,9 @@ def one_core_row(case: Any, makers: dict[str, Any], seconds: float) -> dict:
 
 def default_row(case: Any, seconds: float) -> dict:
     """Measure ours alone with JAX's default dispatch and threads."""
-    from cases import BENCHES
     from ours import Runner
 
-    bench = BENCHES[case.op](case)
+    bench = bench_of(case)
     ours = measure(bench.ours(Runner(bench.function)), seconds)
     return case.identity | {"default_dispatch_us": ours.median}
 
@@ -161,12 +170,12 @@ def print_table(rows: list[dict]) -> None:
         return f"{row[above] / row[below]:.2f}x"
 
     head = (
-        "op page pages batch shared nodes ours mean min default loop floor convert "
-        "oracle peer peer/ours peer/loop peer/default oracle/ours compile_s"
+        "op components page pages batch shared nodes ours mean min default loop floor "
+        "convert oracle peer peer/ours peer/loop peer/default oracle/ours compile_s"
     ).split()
     table = [head]
     for row in rows:
-        cells = [str(row[k]) for k in COLUMNS[:4]]
+        cells = [str(row[k]) for k in COLUMNS[:5]]
         cells += ["" if row["shared"] is None else f"{row['shared']:g}"]
         cells += [str(row["nodes"])]
         cells += [number(row.get(column)) for column in _TIMES]

@@ -13,11 +13,28 @@ import uhrc_fn
 _FILL_PAGES = 4096
 
 
+# Of hybrid sets: tokens of the sliding window.
+WINDOW = 4096
+
+
 @functools.cache
-def config_for(page_size: int, nodes: int) -> uhrc_fn.CacheConfig:
-    """Settings of every benchmark: FULL alone, as many pages as nodes."""
+def config_for(
+    page_size: int, nodes: int, components: str = "FULL"
+) -> uhrc_fn.CacheConfig:
+    """Settings of every benchmark: as many entries in each pool as nodes."""
+    others = {
+        "FULL": {},
+        "FULL,SWA": dict(num_swa_pages=nodes, sliding_window_size=WINDOW),
+        "FULL,RECURRENT": dict(
+            num_recurrent_slots=nodes, enable_recurrent_extra_buffer=page_size > 1
+        ),
+    }
     return uhrc_fn.CacheConfig(
-        page_size=page_size, num_pages=nodes, max_prefix_pages=nodes
+        components=components,
+        page_size=page_size,
+        num_pages=nodes,
+        max_prefix_pages=nodes,
+        **others[components],
     )
 
 
@@ -33,10 +50,12 @@ def key_of(tokens: np.ndarray, config: uhrc_fn.CacheConfig) -> uhrc_fn.RadixKey:
     return uhrc_fn.stack_keys([key_of(row, config) for row in tokens])
 
 
-def insert_params(key: uhrc_fn.RadixKey, value: np.ndarray) -> uhrc_fn.InsertParams:
+def insert_params(
+    key: uhrc_fn.RadixKey, value: np.ndarray, **others: np.ndarray
+) -> uhrc_fn.InsertParams:
     """Arguments of an insert that shares nothing with the tree yet."""
     shared = np.zeros(value.shape[:-1], np.int32)
-    return uhrc_fn.InsertParams(key=key, value=value, prev_prefix_len=shared)
+    return uhrc_fn.InsertParams(key=key, value=value, prev_prefix_len=shared, **others)
 
 
 def on_device(tree: Any) -> Any:
@@ -56,25 +75,54 @@ def filled(config: uhrc_fn.CacheConfig, tokens: np.ndarray) -> uhrc_fn.CacheStat
     most = max(1, _FILL_PAGES // pages)
     batch = max(n for n in range(1, most + 1) if len(tokens) % n == 0)
     for start in range(0, len(tokens), batch):
-        cache, ids = allocated(cache, batch * pages)
         key = key_of(tokens[start : start + batch], config)
-        params = insert_params(key, ids.reshape(batch, pages))
+        cache, brought = entries_for(cache, (batch, pages))
+        params = insert_params(key, **brought)
         cache, result = uhrc_fn.jitted.insert_batch(cache, params)
-        duplicates = np.where(result.duplicate()[..., 0], params.value, 0)
-        cache = uhrc_fn.jitted.free_pages(cache, duplicates.ravel())
+        duplicate = np.asarray(result.duplicate())
+        twice = np.where(duplicate[..., 0], params.value, 0).ravel()
+        cache = uhrc_fn.jitted.free_pages(cache, twice)
+        if config.has_swa:
+            twice = np.where(duplicate[..., 1], params.swa_value, 0).ravel()
+            cache = uhrc_fn.jitted.free_swa_pages(cache, twice)
     uhrc_fn.raise_if_bad(cache)
     return cache
 
 
-def allocated(cache: Any, num_pages: int) -> tuple[Any, np.ndarray]:
-    """Take pages for requests, in a few calls of one size."""
-    calls = -(-num_pages // _FILL_PAGES)
-    if num_pages % calls:
-        raise ValueError(f"{num_pages} pages do not split into {calls} equal calls")
+def entries_for(
+    cache: Any, shape: tuple[int, ...]
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """Take what inserts of keys [..., pages] bring: one entry a page of each pool.
+
+    Of recurrent slots one a key, for a snapshot at its end.
+    """
+    config, pages = cache.config, shape[-1]
+    count = int(np.prod(shape))
+    cache, ids = allocated(cache, count)
+    brought = {"value": ids.reshape(shape)}
+    if config.has_swa:
+        cache, ids = allocated(cache, count, uhrc_fn.jitted.alloc_swa_pages)
+        brought["swa_value"] = ids.reshape(shape)
+        brought["swa_evicted_seqlen"] = np.zeros(shape[:-1], np.int32)
+    if config.has_recurrent:
+        cache, ids = allocated(cache, count // pages, uhrc_fn.jitted.alloc_slots)
+        brought["recurrent_value"] = ids.reshape(shape[:-1])
+        length = pages * config.page_size
+        brought["recurrent_length"] = np.full(shape[:-1], length, np.int32)
+    return cache, brought
+
+
+def allocated(
+    cache: Any, count: int, alloc: Callable = uhrc_fn.jitted.alloc_pages
+) -> tuple[Any, np.ndarray]:
+    """Take entries of a pool for requests, in a few calls of one size."""
+    calls = -(-count // _FILL_PAGES)
+    if count % calls:
+        raise ValueError(f"{count} entries do not split into {calls} equal calls")
     ids = []
     for _ in range(calls):
-        size = num_pages // calls
-        cache, got = uhrc_fn.jitted.alloc_pages(cache, np.int32(size), max_new=size)
+        size = count // calls
+        cache, got = alloc(cache, np.int32(size), max_new=size)
         ids.append(np.asarray(got.ids))
     uhrc_fn.raise_if_bad(cache)
     return cache, np.concatenate(ids)
@@ -92,7 +140,10 @@ class Runner:
     def __call__(self, *args: Any) -> Any:
         """Run, and wait for the result only."""
         self.cache, result = self.jitted(self.cache, *args)
-        result.scalars.block_until_ready()
+        waited = getattr(result, "scalars", None)
+        if waited is None:  # a record of records
+            waited = jax.tree.leaves(result)[-1]
+        waited.block_until_ready()
         return result
 
 
