@@ -113,10 +113,10 @@ FAULTS: list[Fault] = [
         _OUTPUT + "B47_no_component_goes_further_than_all_of_them_accept",
     ),
     Fault(
-        "B48 a page that slid out of a window is still offered",
-        "ops/request.py",
-        "return fit(requests.pages), swa",
-        "return fit(requests.pages), swa + jnp.where(swa == 0, swa[:1], 0)",
+        "B48 a boundary is accepted though its window has gone round",
+        "components/swa.py",
+        "return dead == jnp.pad(before, outside)",
+        "return (value != NULL) | (dead < jnp.pad(before, outside))",
         _OUTPUT + "B48_no_hit_is_served_from_pages_that_went_round",
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS: list[Fault] = [
         "ops/request.py",
         "return jnp.minimum(requests.length[row], jnp.asarray(key.length, jnp.int32))",
         "return jnp.asarray(key.length, jnp.int32)",
-        _OUTPUT + "B53_a_slot_without_a_written_state_never_becomes_valid",
+        _OUTPUT + "B53_only_what_is_written_is_published",
     ),
     Fault(
         "B53 a slot is offered though nothing was written to it",

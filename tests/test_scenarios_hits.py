@@ -183,7 +183,8 @@ def test_B32_ten_thousand_thin_leaves_go_in_the_order_of_their_last_use():
     evict = jax.jit(uhrc_fn.evict, static_argnames="max_victims", donate_argnums=0)
     order, got, wanted = list(range(10_000)), [], []
     while order:
-        used = rng.choice(order, 500).astype(np.int32)
+        # Some of those that a plan of victims holds already are used again.
+        used = rng.choice(order[:600], 100).astype(np.int32)
         cache, hits = use_leaves(cache, used)
         assert np.all(np.asarray(hits) == 1)
         last = {name: turn for turn, name in enumerate(used.tolist())}
@@ -193,12 +194,12 @@ def test_B32_ten_thousand_thin_leaves_go_in_the_order_of_their_last_use():
         pages = np.asarray(cache.tree.value)[FULL].tolist()
         names = np.asarray(cache.tree.tokens)[:, 0].tolist()
         name_of = dict(zip(pages, names, strict=True))
-        for _ in range(3):
+        for _ in range(4):
             before = int(cache.num_free[FULL])
-            params = EvictParams(num_tokens=np.int32(499))
+            params = EvictParams(num_tokens=np.int32(150))
             cache, result = evict(cache, params, max_victims=500)
             freed = int(result.num_tokens_evicted)
-            assert freed == min(499, len(order))
+            assert freed == min(150, len(order))
             got += [name_of[page] for page in ring_ids(cache, Ring.FULL)[before:]]
             wanted, order = wanted + order[:freed], order[freed:]
     assert got == wanted and len(set(got)) == 10_000
