@@ -60,7 +60,8 @@ class AllocRequest(Alloc):
 
 def cow_clone(both: Any, match: Any) -> tuple[Any, Any]:
     """`uhrc_fn.cow_clone` with cache and states as one donated argument."""
-    cache, states, result = uhrc_fn.cow_clone(*both, match)
+    cache, states = both
+    cache, states, result = uhrc_fn.cow_clone(cache, states, match)
     return (cache, states), result
 
 

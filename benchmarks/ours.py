@@ -83,7 +83,7 @@ def filled(config: uhrc_fn.CacheConfig, tokens: np.ndarray) -> uhrc_fn.CacheStat
         twice = np.where(duplicate[..., 0], params.value, 0).ravel()
         cache = uhrc_fn.jitted.free_pages(cache, twice)
         if config.has_swa:
-            twice = np.where(duplicate[..., 1], params.swa_value, 0).ravel()
+            twice = np.where(duplicate[..., 1], brought["swa_value"], 0).ravel()
             cache = uhrc_fn.jitted.free_swa_pages(cache, twice)
     uhrc_fn.raise_if_bad(cache)
     return cache

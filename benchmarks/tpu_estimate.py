@@ -24,8 +24,8 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 TOPOLOGY = "v6e:2x2x1"
 COLUMNS = (
-    "op page_size pages batch kernels estimated_cycles without_estimate unbounded "
-    "state_bytes aliased_bytes temp_bytes"
+    "op components page_size pages batch kernels estimated_cycles without_estimate "
+    "unbounded state_bytes aliased_bytes temp_bytes"
 ).split()
 
 
@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--only", default="", help="ops whose name contains this")
+    parser.add_argument("--components", help="cases of this set: FULL, FULL,SWA, ...")
     parser.add_argument("--nodes", type=int, default=16384, help="tree nodes")
     parser.add_argument("--dump", type=Path, help="write each compiled text here")
     return parser.parse_args()
@@ -66,6 +67,11 @@ class Estimator:
 
         self._jax = jax
         self._sharding = jax.sharding.SingleDeviceSharding(device)
+        # Pallas asks which chip it compiles for; the mesh in force tells it.
+        chip = jax.sharding.AbstractDevice(
+            device_kind=device.device_kind, num_cores=1, platform="tpu"
+        )
+        self._mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
         self._dump = dump
 
     def place(self, tree: Any) -> Any:
@@ -89,7 +95,8 @@ class Estimator:
 
         donated = (0,) if donate else ()
         jitted = self._jax.jit(function, donate_argnums=donated)
-        compiled = jitted.lower(*self.place(args)).compile()
+        with self._jax.sharding.use_abstract_mesh(self._mesh):
+            compiled = jitted.lower(*self.place(args)).compile()
         text = compiled.as_text()
         if self._dump:
             self._dump.mkdir(parents=True, exist_ok=True)
@@ -110,16 +117,21 @@ def main() -> None:
     for case in tpu_cases(arguments.nodes):
         if arguments.only not in case.op:
             continue
+        if arguments.components not in (None, case.components):
+            continue
         start = time.perf_counter()
-        if case.config not in padded:
-            padded[case.config] = estimator.padded_bytes(case.args[0])
+        if case.shapes not in padded:
+            padded[case.shapes] = estimator.padded_bytes(case.args[0])
         name = f"{case.op}_{case.page_size}_{case.pages}_{case.batch}"
+        if case.components != "FULL":
+            name = f"{name}_{case.components.replace(',', '_')}"
         row = {
             "op": case.op,
+            "components": case.components,
             "page_size": case.page_size,
             "pages": case.pages,
             "batch": case.batch,
-            "state_bytes": padded[case.config],
+            "state_bytes": padded[case.shapes],
         } | estimator.measure(name, case.function, case.donate, *case.args)
         rows.append({column: row[column] for column in COLUMNS})
         print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -131,13 +143,13 @@ def main() -> None:
 def print_table(rows: list[dict]) -> None:
     """Print the rows with the columns that a reader compares."""
     print(
-        f"{'op':<14}{'page':>5}{'pages':>6}{'batch':>6}{'kernels':>8}{'cycles':>10}"
+        f"{'op':<14}{'components':<15}{'page':>5}{'pages':>6}{'batch':>6}{'kernels':>8}{'cycles':>10}"
         f"{'no est.':>8}{'unbound.':>9}{'aliased':>9}{'temp KiB':>10}"
     )
     for row in rows:
         aliased = row["aliased_bytes"] / row["state_bytes"]
         print(
-            f"{row['op']:<14}{row['page_size']:>5}{row['pages']:>6}{row['batch']:>6}"
+            f"{row['op']:<14}{row['components']:<15}{row['page_size']:>5}{row['pages']:>6}{row['batch']:>6}"
             f"{row['kernels']:>8}{row['estimated_cycles']:>10,}"
             f"{row['without_estimate']:>8}{row['unbounded']:>9}{aliased:>9.0%}"
             f"{row['temp_bytes'] / 1024:>10,.0f}"
