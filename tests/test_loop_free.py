@@ -399,7 +399,7 @@ def test_nothing_copies_an_array_of_nodes(components, name):
 
 def test_a_scanned_step_copies_no_array_of_nodes():
     """Match, lock, allocate, insert, unlock and free, with a switch between lengths."""
-    requests = engine._Requests(
+    requests = engine.Requests(
         start=np.zeros(8, np.int32),
         num_pages=np.zeros(8, np.int32),
         namespace=np.zeros((8, 4), np.int32),

@@ -6,10 +6,10 @@ the step and the scan switches between them, so that a short request costs a sho
 program.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,16 @@ import numpy as np
 
 from .. import jitted
 from ..config import CLOCK_LIMIT, CacheConfig
-from ..ops.allocate import alloc_pages, page_table
 from ..ops.free import free_pages
 from ..ops.insert import insert
-from ..ops.lock import dec_lock_ref, inc_lock_ref
-from ..ops.match import match_prefix
-from ..params import NO_NAMESPACE, HostArray, InsertParams, MatchPrefixParams, RadixKey
+from ..ops.lock import dec_lock_ref
+from ..params import NO_NAMESPACE, InsertParams
 from ..state import CacheState, init
 from ..status import Status, describe
 from .hybrid import Hybrid, full_blocks, replay_hybrid
 from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
+from .request import Requests, begin
 from .workload import Workload
 
 # Each compiled length is this many times the next shorter one. More lengths would fit
@@ -38,15 +37,6 @@ _SHORTEST = 16
 
 # Bits that a replay may meet and go on: the key was cut, or the clock wants winding.
 _HARMLESS = Status.TABLE_FULL | Status.CLOCK_HIGH
-
-
-class _Requests(NamedTuple):
-    """A chunk of requests, one row each."""
-
-    start: HostArray  # first key token
-    num_pages: HostArray
-    namespace: HostArray  # [requests, 4]
-    full_blocks: HostArray  # pages up to the last one that is a full block
 
 
 def replay(
@@ -168,7 +158,7 @@ def _padded_tokens(workload: Workload, width: int):
     return jnp.asarray(np.concatenate([workload.keys, room]))
 
 
-def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
+def _chunks(workload: Workload, lengths, batch: int) -> list[Requests]:
     """The requests in chunks of `batch`, the last filled with empty requests."""
     count = workload.num_requests
     total = -(-count // batch) * batch
@@ -176,19 +166,17 @@ def _chunks(workload: Workload, lengths, batch: int) -> list[_Requests]:
     if namespaces is None:
         namespaces = np.broadcast_to(NO_NAMESPACE, (count, 4))
     starts = workload.offsets[:-1].astype(np.int32)
-    rows = _Requests(starts, lengths, namespaces, full_blocks(workload, lengths))
+    rows = Requests(starts, lengths, namespaces, full_blocks(workload, lengths))
     rows = [
         np.concatenate([x, np.zeros((total - count, *x.shape[1:]), x.dtype)])
         for x in rows
     ]
-    return [
-        _Requests(*(x[i : i + batch] for x in rows)) for i in range(0, total, batch)
-    ]
+    return [Requests(*(x[i : i + batch] for x in rows)) for i in range(0, total, batch)]
 
 
 @functools.partial(jax.jit, static_argnames=("widths", "checkpoints"), donate_argnums=0)
 def _replay_chunk(
-    cache: CacheState, tokens, chunk: _Requests, *, widths, checkpoints: str = "ends"
+    cache: CacheState, tokens, chunk: Requests, *, widths, checkpoints: str = "ends"
 ):
     """Scan the step over a chunk; returns the cache and [requests, 3] outcomes."""
     one = _replay_one
@@ -204,39 +192,23 @@ def _replay_chunk(
     return jax.lax.scan(step, cache, chunk)
 
 
-def _replay_one(cache: CacheState, request: _Requests, *, tokens, width: int):
+def _replay_one(cache: CacheState, request: Requests, *, tokens, width: int):
     """One request of at most `width` pages: its outcome is hit, evicted, inserted."""
     size = cache.config.page_size
-    ids = jax.lax.dynamic_slice(tokens, (request.start,), (width * size,))
-    key = RadixKey(
-        token_ids=ids,
-        length=request.num_pages * size,
-        namespace=request.namespace,
-        is_truncated=jnp.zeros((), bool),
-    )
-    cache, match = match_prefix(cache, MatchPrefixParams(key=key))
-    cache, receipt = inc_lock_ref(cache, match)
-    hit = match.hit_length // size
-    num_free = cache.num_free[0]
-    most = min(width, cache.config.num_pages)
-    # A request that outgrows the whole pool asks for all of it.
-    wanted = jnp.minimum(request.num_pages - hit, most)
-    cache, alloc = alloc_pages(cache, wanted, max_new=most, partial=True)
-    pages = page_table(match, alloc)
-    held = hit + alloc.count
+    cache, begun = begin(cache, request, tokens, width)
     params = InsertParams(
-        key=RadixKey(ids, held * size, key.namespace, key.is_truncated),
-        value=pages,
-        prev_prefix_len=match.hit_length,
+        key=dataclasses.replace(begun.key, length=begun.held * size),
+        value=begun.pages,
+        prev_prefix_len=begun.match.hit_length,
     )
     cache, result = insert(cache, params)
-    cache, _ = dec_lock_ref(cache, receipt)
+    cache, _ = dec_lock_ref(cache, begun.receipt)
     # What the tree did not take goes back; that is nothing unless a bucket was full.
     kept = result.inserted_len // size
     page = jnp.arange(width, dtype=jnp.int32)
-    cache = free_pages(cache, jnp.where((page >= kept) & (page < held), pages, 0))
-    evicted = jnp.maximum(alloc.count - num_free, 0)
-    return cache, jnp.stack([hit, evicted, kept - hit])
+    is_left = (page >= kept) & (page < begun.held)
+    cache = free_pages(cache, jnp.where(is_left, begun.pages, 0))
+    return cache, jnp.stack([begun.hit, begun.evicted, kept - begun.hit])
 
 
 def _check(cache: CacheState) -> None:

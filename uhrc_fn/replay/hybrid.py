@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from ..config import CacheConfig, ComponentType
-from ..ops.allocate import alloc_pages, alloc_slots, alloc_swa_pages, page_table
+from ..config import CacheConfig
+from ..ops.allocate import alloc_slots, alloc_swa_pages
 from ..ops.free import free_pages, free_slots, free_swa_pages
 from ..ops.insert import insert
-from ..ops.lock import dec_lock_ref, inc_lock_ref
-from ..ops.match import match_prefix
-from ..params import InsertParams, MatchPrefixParams, RadixKey
+from ..ops.lock import dec_lock_ref
+from ..params import InsertParams
 from ..state import CacheState
+from .request import Requests, begin
 from .workload import Workload
 
 CHECKPOINTS = ("ends", "branches")
@@ -90,23 +90,16 @@ def full_blocks(workload: Workload, lengths: np.ndarray) -> np.ndarray:
     return np.minimum(whole, lengths).astype(np.int32)
 
 
-def replay_hybrid(cache: CacheState, request, *, tokens, width: int, checkpoints: str):
+def replay_hybrid(
+    cache: CacheState, request: Requests, *, tokens, width: int, checkpoints: str
+):
     """One request of at most `width` pages: its outcome is hit, evicted, inserted."""
     config: CacheConfig = cache.config
     size = config.page_size
-    ids = jnp.asarray(tokens)[request.start + jnp.arange(width * size)]
-    no = jnp.zeros((), bool)
-    key = RadixKey(ids, request.num_pages * size, request.namespace, no)
-    cache, match = match_prefix(cache, MatchPrefixParams(key=key))
-    cache, receipt = inc_lock_ref(cache, match)
-    hit = match.hit_length // size
-    num_free = cache.num_free[ComponentType.FULL]
-    most = min(width, config.num_pages)
-    wanted = jnp.minimum(request.num_pages - hit, most)
-    cache, alloc = alloc_pages(cache, wanted, max_new=most, partial=True)
-    pages = page_table(match, alloc)
-    held = hit + alloc.count
+    cache, begun = begin(cache, request, tokens, width)
     before = cache.num_live_nodes
+    key, match, pages = begun.key, begun.match, begun.pages
+    hit, held = begun.hit, begun.held
     if config.has_recurrent:
         # Shallow ones first, each with the part of the key that it covers.
         ends = [request.full_blocks]
@@ -117,13 +110,13 @@ def replay_hybrid(cache: CacheState, request, *, tokens, width: int, checkpoints
             cache = _checkpoint(cache, key, pages, match.hit_length, length * size)
     swa = None
     if config.has_swa:
-        cache, swa = _window_pages(cache, hit, held, most, width)
+        cache, swa = _window_pages(cache, hit, held, width)
     key = dataclasses.replace(key, length=held * size)
     params = InsertParams(
         key, pages, match.hit_length, swa_value=swa, swa_evicted_seqlen=jnp.int32(0)
     )
     cache, result = insert(cache, params)
-    cache, _ = dec_lock_ref(cache, receipt)
+    cache, _ = dec_lock_ref(cache, begun.receipt)
     page = jnp.arange(width, dtype=jnp.int32)
     # What it computed anew although the tree had it, and what did not go in.
     own = (page >= hit) & (page < held)
@@ -131,8 +124,7 @@ def replay_hybrid(cache: CacheState, request, *, tokens, width: int, checkpoints
     cache = free_pages(cache, jnp.where(own & ~in_tree, pages, 0))
     if swa is not None:
         cache = free_swa_pages(cache, jnp.where(result.page_flags >> 1 & 1, 0, swa))
-    evicted = jnp.maximum(alloc.count - num_free, 0)
-    return cache, jnp.stack([hit, evicted, cache.num_live_nodes - before])
+    return cache, jnp.stack([hit, begun.evicted, cache.num_live_nodes - before])
 
 
 def _checkpoint(cache: CacheState, key, pages, shared, length):
@@ -151,12 +143,12 @@ def _checkpoint(cache: CacheState, key, pages, shared, length):
     return free_slots(cache, jnp.where(result.recurrent_committed, 0, slot)[None])
 
 
-def _window_pages(cache: CacheState, hit, held, most: int, width: int):
+def _window_pages(cache: CacheState, hit, held, width: int):
     """SWA pages for what was not hit: ``(cache, one a page of the key or 0)``.
 
     Where the pool is short, the last pages get what there is.
     """
-    most = min(most, cache.config.num_swa_pages)
+    most = min(width, cache.config.num_pages, cache.config.num_swa_pages)
     wanted = jnp.minimum(held - hit, most)
     cache, alloc = alloc_swa_pages(cache, wanted, max_new=most, partial=True)
     page = jnp.arange(width, dtype=jnp.int32)
