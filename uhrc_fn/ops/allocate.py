@@ -13,8 +13,9 @@ from ..config import CacheConfig, ComponentType
 from ..params import AllocResult, MatchResult
 from ..state import CacheState, Owner, Ring, bump, flag, owner_offset
 from ..status import Status
-from ..tree_arrays import DROP, settle
+from ..tree_arrays import DROP, fence, settle
 from .evict import evict_full, evict_values
+from .once import once_if
 from .path import first, page_index
 
 EXHAUSTED = (
@@ -212,11 +213,22 @@ def _alloc(
     total = jnp.sum(given, dtype=jnp.int32)
     deficit = jnp.maximum(total - free_lists.size(cache.counters, ring), 0)
     bound = min(config.num_nodes, max_new * wanted.shape[0])
-    if rules.removes_node:
-        # What is evicted is given: the deficit leaves no page free.
-        cache, _ = evict_full(cache, deficit, bound, are_given=True)
-    else:
-        cache, _ = evict_values(cache, rules, deficit, bound)
+    # Read before the eviction writes, or XLA keeps a copy of the counters.
+    (given, deficit), counters = fence((given, deficit), cache.counters)
+    cache = dataclasses.replace(cache, counters=counters)
+
+    def evict_deficit(operands):
+        cache, deficit = operands
+        if rules.removes_node:
+            # What is evicted is given: the deficit leaves no page free.
+            cache, _ = evict_full(cache, deficit, bound, are_given=True)
+        else:
+            cache, _ = evict_values(cache, rules, deficit, bound)
+        return cache, jnp.zeros_like(deficit)
+
+    is_short = lambda operands: operands[1] > 0
+    cache, _ = once_if(is_short, evict_deficit, (cache, deficit))
+    total = jnp.sum(given, dtype=jnp.int32)
 
     lane = page_index(max_new)
     is_given = lane < given[:, None]

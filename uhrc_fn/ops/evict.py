@@ -86,7 +86,7 @@ def evict_full(cache: CacheState, need, bound: int, *, are_given: bool = False):
     need = jnp.minimum(need, cache.evictable[ComponentType.FULL])
     if bound <= cache.config.plan_size:
         cache, victims = take_planned(cache, need, bound)
-        return remove(cache, victims, need, are_given)
+        return remove(cache, victims, are_given)
     return remove_many(cache, need, are_given)
 
 

@@ -76,7 +76,8 @@ def insert_batch(
         cache, result, num_done = _insert_together(cache, params)
     else:
         _, shapes = jax.eval_shape(insert, cache, row_of(0))
-        empty = lambda x: jnp.zeros((num_requests, *x.shape), x.dtype)
+        shape = lambda x: (num_requests, *x.shape)
+        empty = lambda x: jnp.zeros_like(cache.counters, x.dtype, shape(x))
         result, num_done = jax.tree.map(empty, shapes), jnp.int32(0)
 
     def insert_one(request, carry):

@@ -5,9 +5,14 @@ part with what it reduces. A reduction of two arrays stays whole, but is not
 vectorised: good for one row of pages, bad for all pairs of them.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Up to so many entries are summed by one product.
+_FEW = 64
 
 
 def first_two(a, b):
@@ -35,16 +40,37 @@ def sum_and_min(a, b):
     return jax.lax.reduce((a, b), start, both, (1,))
 
 
-def running_count(mask):
-    """How many entries of a long mask are true up to each: int32 [n].
+def running_sum(counts):
+    """The sum of all entries up to each: int32 [n], exact up to 2^24 in all.
 
-    Rows are counted by one matrix product, exact in float32 up to 2^24; a cumulative
-    sum of the whole would take XLA for CPU several times as long.
+    XLA for CPU makes three reductions of a cumulative sum, and each call of a program
+    pays for each reduction in it, taken or not. A product with a triangle is free of
+    that, and faster too where entries are few.
     """
-    size, width = mask.shape[0], 128
-    rows = jnp.pad(mask, (0, -size % width)).reshape(-1, width).astype(jnp.float32)
-    until = jnp.asarray(np.tri(width, dtype=np.float32).T)
-    count = jnp.dot(rows, until).astype(jnp.int32)
-    total = count[:, -1]
-    before = jnp.cumsum(total, dtype=jnp.int32) - total
-    return (count + before[:, None]).reshape(-1)[:size]
+    if counts.shape[0] <= _FEW:
+        return _along_last(counts)
+    return jnp.cumsum(counts, dtype=jnp.int32)
+
+
+def running_sum_of_many(counts):
+    """`running_sum` of thousands of entries, all by products."""
+    # A cube: sums along its lines, then of lines in a plane, then of planes.
+    size = counts.shape[0]
+    width = math.ceil(size ** (1 / 3))
+    lines = jnp.pad(counts, (0, width**3 - size)).reshape(width, width, width)
+    lines = _along_last(lines)
+    in_line = lines[..., -1]
+    planes = _along_last(in_line)
+    in_plane = planes[..., -1]
+    before = _along_last(in_plane) - in_plane
+    before = before[:, None] + planes - in_line
+    return (before[..., None] + lines).reshape(-1)[:size]
+
+
+def _along_last(counts):
+    """Running sums along the last axis, by a product in float32."""
+    until = jnp.asarray(np.tri(counts.shape[-1], dtype=np.float32).T)
+    sums = jnp.dot(
+        counts.astype(jnp.float32), until, precision=jax.lax.Precision.HIGHEST
+    )
+    return sums.astype(jnp.int32)

@@ -8,7 +8,7 @@ import numpy as np
 from .. import free_lists
 from ..components import component_rules
 from ..components.base import Component
-from ..state import CacheState, Owner, Ring, bump, owner_offset
+from ..state import CacheState, Counter, Owner, Ring, bump, owner_offset
 from ..tree_arrays import (
     DEPTH,
     DROP,
@@ -24,27 +24,25 @@ from ..tree_arrays import (
     settle,
     take,
 )
-from .path import page_index
-from .reduce import running_count
+from .reduce import running_sum_of_many
 from .select import kth_lowest
 from .victims import (
     NODE_ROW,
     PARENT_ROW,
     TABLE_SLOT_ROW,
+    Victims,
     evictable,
     value_row,
     victim_fields,
 )
 
 
-def remove(cache: CacheState, victims, count, are_given: bool):
+def remove(cache: CacheState, victims: Victims, are_given: bool):
     """Remove victims, node and all; what they hold of any component is freed.
 
     Args:
       cache: the state.
-      victims: int32 [rows, lanes], see `read_victims`;
-        the first `count` lanes are real.
-      count: int32 [].
+      victims: see `take_planned`.
       are_given: the FULL pages go straight to a request, which says so in `owner`.
 
     Returns:
@@ -52,21 +50,22 @@ def remove(cache: CacheState, victims, count, are_given: bool):
     """
     config, tree = cache.config, cache.tree
     full, *others = component_rules(config)
-    node = victims[NODE_ROW : NODE_ROW + 1]
+    held = victims.held
+    node = held[NODE_ROW : NODE_ROW + 1]
     page_row = value_row(config, full)
-    page = victims[page_row : page_row + 1]
+    page = held[page_row : page_row + 1]
     is_victim = node != NULL
-    table = free_entries(tree.table, victims[TABLE_SLOT_ROW])
+    table = free_entries(tree.table, held[TABLE_SLOT_ROW])
     # One scatter clears the fields and counts children down, so all of it is added.
     # Children of a victim are victims too, so its own count falls to zero.
     names = victim_fields(config)
     nodes, row = num_rows(tree.fields), np.arange(len(names), dtype=np.int32)[:, None]
-    parent_place = NUM_CHILDREN * nodes + victims[PARENT_ROW : PARENT_ROW + 1]
+    parent_place = NUM_CHILDREN * nodes + held[PARENT_ROW : PARENT_ROW + 1]
     place = jnp.where(row == NODE_ROW, parent_place, names * nodes + node)
     place = jnp.where(is_victim, place, NULL)
-    change = jnp.where(row == NODE_ROW, -1, NULL - victims)
+    change = jnp.where(row == NODE_ROW, -1, NULL - held)
     fields = tree.fields.at[place].add(change, **DROP)
-    rank = page_index(node.shape[1])
+    rank = victims.rank[None]
     is_page = np.arange(2, dtype=np.int32)[:, None] == 0
     place = jnp.where(
         is_page,
@@ -77,8 +76,9 @@ def remove(cache: CacheState, victims, count, are_given: bool):
     free_ids = cache.free_ids.at[place].set(jnp.where(is_page, page, node), **DROP)
     tree = dataclasses.replace(tree, table=table, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, free_ids=free_ids)
-    values = [victims[value_row(config, r)] for r in others]
-    return _account(cache, page[0], values, count, are_given)
+    values = [held[value_row(config, r)] for r in others]
+    step = victims.plan_head - cache.counters[Counter.PLAN_HEAD]
+    return _account(cache, page[0], values, victims.count, are_given, step)
 
 
 def remove_many(cache: CacheState, need, are_given: bool):
@@ -103,7 +103,7 @@ def remove_many(cache: CacheState, need, are_given: bool):
     stamps = [r.stamp_field for r in (full, *others)]
     for name in (*names, DEPTH, *stamps):
         fields = fields.at[place_of(fields, name, node)].set(NULL, **DROP)
-    free_ids, rank = cache.free_ids, running_count(node != NULL) - 1
+    free_ids, rank = cache.free_ids, running_sum_of_many(node != NULL) - 1
     for ring, ids in ((Ring.FULL, page), (Ring.NODES, node)):
         place = free_lists.back(counters, config, ring, rank)
         place = jnp.where(node == NULL, NULL, place)
@@ -111,11 +111,11 @@ def remove_many(cache: CacheState, need, are_given: bool):
     table = free_entries(cache.tree.table, slot)
     tree = dataclasses.replace(cache.tree, table=table, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, free_ids=free_ids)
-    return _account(cache, page, values, need, are_given)
+    return _account(cache, page, values, need, are_given, 0)
 
 
-def _account(cache: CacheState, page, values, count, are_given: bool):
-    """Settle who owns what went, and count it."""
+def _account(cache, page, values, count, are_given: bool, plan_step):
+    """Settle who owns what went, and count it; the plan moves on by `plan_step`."""
     config = cache.config
     full, *others = component_rules(config)
     if not are_given:
@@ -123,6 +123,7 @@ def _account(cache: CacheState, page, values, count, are_given: bool):
     counters = bump(
         cache.counters,
         evictable__0=-count,
+        plan_head=plan_step,
         **free_lists.given(Ring.FULL, count),
         **free_lists.given(Ring.NODES, count),
     )

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from ..by_platform import by_platform
 from ..tree_arrays import DROP, IN_BOUNDS, NULL
-from .reduce import running_count
+from .reduce import running_sum_of_many
 
-# Digits of a stamp as (shift, bits), high ones first: 31 bits in all.
-_DIGITS = ((20, 11), (10, 10), (0, 10))
+# The digits of a stamp, high ones first: 11 bits each, 31 in all.
+_SHIFTS, _SIZE = (22, 11, 0), 1 << 11
 
 
 def kth_lowest(stamps, k):
@@ -33,18 +33,24 @@ def kth_lowest(stamps, k):
 
 def _kth_lowest_default(stamps, k):
     stamps = jax.lax.optimization_barrier(stamps)  # else every digit makes them anew
-    answer, left = jnp.int32(0), k
-    for shift, bits in _DIGITS:
-        size = 1 << bits
+
+    def next_digit(carry, shift):
+        answer, left = carry
         digit = (stamps >> shift) - (answer >> shift)
-        digit = jnp.where((digit >= 0) & (digit < size), digit, size)
-        count = jnp.zeros(size + 1, jnp.int32).at[digit].add(1, **IN_BOUNDS)
-        until = jnp.cumsum(count[:size], dtype=jnp.int32)
+        digit = jnp.where((digit >= 0) & (digit < _SIZE), digit, _SIZE)
+        number = jnp.zeros(_SIZE + 1, jnp.int32).at[digit].add(1, **IN_BOUNDS)
+        until = running_sum_of_many(number[:_SIZE])
         is_below = until < left
-        place = jnp.minimum(jnp.sum(is_below, dtype=jnp.int32), size - 1)
-        left = left - jnp.max(jnp.where(is_below, until, 0))
-        answer = answer + (place << shift)
-    return answer
+        place = jnp.minimum(running_sum_of_many(is_below)[-1], _SIZE - 1)
+        before = until.at[jnp.maximum(place - 1, 0)].get(**IN_BOUNDS)
+        left = left - jnp.where(place > 0, before, 0)
+        return (answer + (place << shift), left), None
+
+    # A loop of three turns: a call pays for each reduction in its program, taken or
+    # not, and this program has them once.
+    shifts = jnp.array(_SHIFTS, jnp.int32)
+    zero = jnp.zeros_like(stamps, shape=())  # as `shard_map` types it: each rank's own
+    return jax.lax.scan(next_digit, (zero, zero + k), shifts)[0][0]
 
 
 def _kth_lowest_tpu(stamps, k):
@@ -60,42 +66,45 @@ def _kth_lowest_tpu(stamps, k):
 _kth_lowest = by_platform(_kth_lowest_default, tpu=_kth_lowest_tpu)
 
 
-def lowest(stamps, count: int):
-    """The places of the `count` lowest stamps, in order.
+def lowest(stamps, number: int):
+    """The places of the `number` lowest stamps, in order.
 
     Args:
       stamps: int32 [n], in [0, 2^31); what does not stand for a candidate holds the
         largest int32, and comes last in any order.
-      count: static, at most n.
+      number: static, at most n.
 
     Returns:
-      ``(stamps, places)``, int32 [count]; where a stamp is the largest int32, its place
-      means nothing.
+      ``(stamps, places)``, int32 [number]; the place of a stamp that is the largest
+      int32 means nothing.
     """
-    forms = [functools.partial(f, count=count) for f in (_lowest_default, _lowest_tpu)]
-    return by_platform(forms[0], tpu=forms[1])(stamps)
+    default, tpu = (functools.partial(f, number=number) for f in _FORMS)
+    return by_platform(default, tpu=tpu)(stamps)
 
 
-def _lowest_default(stamps, count: int):
+def _lowest_default(stamps, number: int):
     most = jnp.iinfo(jnp.int32).max
-    limit = jnp.minimum(_kth_lowest_default(stamps, jnp.int32(count)), most - 1)
+    limit = jnp.minimum(_kth_lowest_default(stamps, jnp.int32(number)), most - 1)
     is_low = stamps <= limit
-    target = jnp.where(is_low, running_count(is_low) - 1, NULL)
+    target = jnp.where(is_low, running_sum_of_many(is_low) - 1, NULL)
     every = jnp.arange(stamps.shape[0], dtype=jnp.int32)
-    place = jnp.full(count, NULL, jnp.int32).at[target].set(every, **DROP)
+    place = jnp.full(number, NULL, jnp.int32).at[target].set(every, **DROP)
     found = stamps.at[jnp.maximum(place, 0)].get(**IN_BOUNDS)
     found = jnp.where(place == NULL, most, found)
-    order = _in_order(found, count)
+    order = _in_order(found, number)
     return found.at[order].get(**IN_BOUNDS), place.at[order].get(**IN_BOUNDS)
 
 
-def _lowest_tpu(stamps, count: int):
-    place = _in_order(stamps, count).astype(jnp.int32)
+def _lowest_tpu(stamps, number: int):
+    place = _in_order(stamps, number).astype(jnp.int32)
     return stamps.at[place].get(**IN_BOUNDS), place
 
 
-def _in_order(stamps, count: int):
-    """Places of the `count` lowest, in order.
+_FORMS = (_lowest_default, _lowest_tpu)
+
+
+def _in_order(stamps, number: int):
+    """Places of the `number` lowest, in order.
 
     XLA selects in full only floats on CPU; positive floats order as their bits do. The
     offset keeps small stamps clear of denormals, which may be flushed to zero.
@@ -103,4 +112,4 @@ def _in_order(stamps, count: int):
     most = jnp.iinfo(jnp.int32).max
     bits = jnp.minimum(stamps, most - (1 << 24)) + (1 << 23)
     score = -jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jax.lax.top_k(score, count)[1]
+    return jax.lax.top_k(score, number)[1]

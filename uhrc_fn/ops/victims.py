@@ -8,6 +8,7 @@ complete; an unlock that frees an older node lowers it.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,13 @@ from ..tree_arrays import (
     row_of,
     take,
 )
-from .reduce import running_count
+from .once import once_if
+from .reduce import running_sum, running_sum_of_many
 from .select import kth_lowest, lowest
 
 _MOST = np.int32(np.iinfo(np.int32).max)
 
-# Rows of an array of victims [rows, lanes]: the nodes in order, what they hold, and a
+# Rows of an array of victims [rows, lanes]: the nodes, what they hold, and a
 # value and a stamp for each component; `NULL` where there is none.
 NODE_ROW, PARENT_ROW, _, TABLE_SLOT_ROW, _FIRST_VALUE_ROW = range(5)
 
@@ -97,85 +99,84 @@ def choose_lowest(fields, rules: Component, need, bound: int, is_ordered: bool):
             lane = jnp.arange(bound, dtype=jnp.int32)
             return jnp.where(lane < need, node, NULL)
         is_low = stamps <= jnp.minimum(kth_lowest(stamps, need), _MOST - 1)
-        place = jnp.where(is_low, running_count(is_low) - 1, NULL)
+        place = jnp.where(is_low, running_sum_of_many(is_low) - 1, NULL)
         every = jnp.arange(stamps.shape[0], dtype=jnp.int32)
         return jnp.full(bound, NULL, jnp.int32).at[place].set(every, **DROP)
 
-    nobody = lambda: jnp.full(bound, NULL, jnp.int32)
+    nobody = lambda: jnp.full_like(fields, NULL, shape=(bound,))
     return jax.lax.cond(need > 0, choose, nobody)
 
 
-def take_planned(cache: CacheState, need, bound: int):
-    """The next `need` victims from the plan, made anew where it runs out.
+class Victims(NamedTuple):
+    """FULL victims; arrays have one lane an entry of the plan's next window."""
 
-    Where nothing is needed, next to nothing is done: all that depends on victims is
-    read under the condition.
+    held: jax.Array  # [rows, lanes], see `read_victims`; all `NULL` where none is
+    rank: jax.Array  # [lanes] victims before it
+    count: jax.Array  # []
+    plan_head: jax.Array  # [] where the plan goes on behind them
+
+
+def take_planned(cache: CacheState, need, bound: int):
+    """Choose the next `need` victims of the plan, made anew where it runs out.
+
+    Args:
+      cache: the state.
+      need: int32 [], at most what is evictable and at most `bound`.
+      bound: static, at most the plan's size.
 
     Returns:
-      ``(cache, victims)``: see `read_victims`, the first `need` lanes are real.
+      ``(cache, victims)``; who removes them moves the plan's head.
     """
-    config = cache.config
+    config, fields = cache.config, cache.tree.fields
     full = component_rules(config)[0]
-    size = config.plan_size
-    window = min(size, bound)
-    fields, counters = cache.tree.fields, cache.counters
-    rows = len(victim_fields(config))
+    size, window = config.plan_size, bound
 
-    # Branches take whole arrays and work out small things anew: each scalar that they
-    # share would be a kernel of its own before anything is known to be needed.
-    def span(counters):
-        """Where the next window of the plan begins, and the place of each entry."""
+    def look(fields, plan, counters):
+        """Look at the next window: its start, its nodes, and how many are due."""
         head = counters[Counter.PLAN_HEAD]
         start = jnp.minimum(head, size - window)
-        return head, start, start + jnp.arange(window, dtype=jnp.int32)
-
-    def look(plan, counters):
-        """The nodes of the next window, and which of them are due."""
-        head, start, place = span(counters)
         entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
         node, stamp = entries[PLAN_NODE], entries[PLAN_STAMP]
         safe = jnp.maximum(node, ROOT)
         same = take(fields, full.stamp_field, safe) == stamp
         free = take(fields, full.lock_field, safe) == 0
-        is_next = (place >= head) & (node != NULL)
-        is_next = is_next & (stamp <= counters[Counter.PLAN_LIMIT])
-        return node, is_next & same & free
+        is_next = start + jnp.arange(window, dtype=jnp.int32) >= head
+        is_next = is_next & (node != NULL) & (stamp <= counters[Counter.PLAN_LIMIT])
+        is_due = is_next & same & free
+        return jnp.where(is_due, node, NULL), running_sum(is_due)
 
-    def choose(plan, counters, node, valid):
-        head, _, place = span(counters)
-        rank = jnp.cumsum(valid, dtype=jnp.int32) - 1
-        victim = valid & (rank < need)
-        # What is skipped on the way is restamped, or locked: an unlock of such a node
-        # lowers the limit, so it cannot be missed.
-        head = jnp.maximum(head, jnp.max(jnp.where(victim, place + 1, 0)))
-        lane = jnp.where(victim, rank, window)
-        node = jnp.full_like(node, NULL).at[lane].set(node, **DROP)
-        moved = bump(counters, plan_head=head - counters[Counter.PLAN_HEAD])
-        return plan, moved, read_victims(fields, config, node)
-
-    def refill():
+    def refill(operands):
+        """Make the plan anew where it is too short, and look again."""
+        fields, plan, counters, is_short, *_ = operands
         stamps, nodes = lowest(evictable(fields, full), size)
         is_real = stamps < _MOST
         stamps = jnp.where(is_real, stamps, NULL)
         # Where fewer remain than fit, everything unlocked up to now is in the plan.
         limit = jnp.where(is_real[-1], stamps[-1], counters[Counter.CLOCK] - 1)
-        plan = jnp.stack([jnp.where(is_real, nodes, NULL), stamps])
-        fresh = bump(
+        fresh = jnp.stack([jnp.where(is_real, nodes, NULL), stamps])
+        counters = bump(
             counters,
-            plan_head=-counters[Counter.PLAN_HEAD],
-            plan_limit=limit - counters[Counter.PLAN_LIMIT],
+            plan_head=jnp.where(is_short, -counters[Counter.PLAN_HEAD], 0),
+            plan_limit=jnp.where(is_short, limit - counters[Counter.PLAN_LIMIT], 0),
         )
-        return choose(plan, fresh, *look(plan, fresh))
+        plan = jnp.where(is_short, fresh, plan)
+        found = look(fields, plan, counters)
+        return fields, plan, counters, jnp.zeros_like(is_short), *found
 
-    def nobody():
-        return cache.victim_plan, counters, jnp.full((rows, window), NULL, jnp.int32)
-
-    seen = look(cache.victim_plan, counters)
-    enough = jnp.sum(seen[1], dtype=jnp.int32) >= need
-    which = jnp.where(need <= 0, 0, jnp.where(enough, 1, 2))
-    branches = (nobody, lambda: choose(cache.victim_plan, counters, *seen), refill)
-    chosen, fields = fence(jax.lax.switch(which, branches), fields)
-    plan, counters, victims = chosen
+    plan, counters = cache.victim_plan, cache.counters
+    node, number = look(fields, plan, counters)
+    operands = (fields, plan, counters, number[-1] < need, node, number)
+    operands = once_if(lambda operands: operands[3], refill, operands)
+    fields, plan, counters, _, node, number = operands
+    is_victim = (node != NULL) & (number <= need)
+    held = read_victims(fields, config, jnp.where(is_victim, node, NULL))
+    # What is skipped on the way is restamped, or locked: an unlock of such a node
+    # lowers the limit, so it cannot be missed.
+    head = counters[Counter.PLAN_HEAD]
+    behind = jnp.minimum(head, size - window) + running_sum(number < need)[-1] + 1
+    head = jnp.where(need > 0, behind, head)
+    victims = Victims(held, number - 1, need, head)
+    (plan, counters, victims), fields = fence((plan, counters, victims), fields)
     tree = dataclasses.replace(cache.tree, fields=fields)
     cache = dataclasses.replace(cache, tree=tree, victim_plan=plan, counters=counters)
     return cache, victims
