@@ -198,9 +198,8 @@ def over_ranks(operation, how: str):
         return jax.jit(jax.vmap(operation))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
-    # Without its check of what varies: branches and fences are not written for it.
     mapped = jax.shard_map(
-        jax.vmap(operation), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        jax.vmap(operation), mesh=mesh, in_specs=spec, out_specs=spec
     )
     return jax.jit(mapped)
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from harness import SMALL, Harness, numpy, same, stack
 from jax import export
-from op_cases import OPS, READS, SETS, busy_harness, config_of, op_cases, shapes
+from jax.sharding import AxisType, PartitionSpec
+from op_cases import (
+    OPS,
+    READS,
+    SETS,
+    busy_harness,
+    config_of,
+    op_cases,
+    shapes,
+    zeros,
+)
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, EvictParams, InsertParams, MatchPrefixParams, jitted
@@ -231,3 +241,21 @@ def test_a_state_costs_at_most_eight_bytes_a_token():
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(config))
     )
     assert 4 < size / (config.num_pages * config.page_size) <= 8
+
+
+# shard_map.
+
+
+@pytest.mark.parametrize("components", SETS)
+def test_every_operation_traces_under_shard_map(components):
+    """With JAX's check of what varies over the ranks, which loops can fail."""
+    config = config_of(components, 4, 64, max_prefix_pages=8)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    for case in op_cases(config, 4, 3).values():
+        args = jax.tree.map(np.asarray, case.args)
+        ranks = stack([zeros((shapes(config), *args))] * 2)
+        step = jax.vmap(case.function)
+        jax.eval_shape(
+            jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec), *ranks
+        )
