@@ -1,4 +1,4 @@
-"""A planted fault: one line of the package made wrong, and the test that must see it."""
+"""A planted fault: a line of the package made wrong, and the test that must see it."""
 
 import pathlib
 import shutil
