@@ -20,6 +20,7 @@ from ..config import CLOCK_LIMIT, CacheConfig
 from ..ops.free import free_pages
 from ..ops.insert import insert
 from ..ops.lock import dec_lock_ref
+from ..ops.once import once_if
 from ..params import NO_NAMESPACE, InsertParams
 from ..state import CacheState, init
 from ..status import Status, describe
@@ -207,8 +208,15 @@ def _replay_one(cache: CacheState, request: Requests, *, tokens, width: int):
     kept = result.inserted_len // size
     page = jnp.arange(width, dtype=jnp.int32)
     is_left = (page >= kept) & (page < begun.held)
-    cache = free_pages(cache, jnp.where(is_left, begun.pages, 0))
+    cache = _free_if_any(cache, jnp.where(is_left, begun.pages, 0))
     return cache, jnp.stack([begun.hit, begun.evicted, kept - begun.hit])
+
+
+def _free_if_any(cache: CacheState, pages) -> CacheState:
+    """Free the pages that are not 0; where there are none, do nothing at all."""
+    is_any = lambda operands: jnp.any(operands[1] != 0)
+    free = lambda operands: (free_pages(*operands), jnp.zeros_like(operands[1]))
+    return once_if(is_any, free, (cache, pages))[0]
 
 
 def _check(cache: CacheState) -> None:
