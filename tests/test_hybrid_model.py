@@ -166,6 +166,25 @@ def test_an_swa_page_that_comes_twice_is_taken_once():
     twin.compare()
 
 
+@pytest.mark.parametrize("entry", [-1, -5, 1000])
+def test_what_is_no_swa_page_is_refused_with_a_status(entry):
+    twin = HybridTwin(config("swa", 1))
+    pages, swa = twin.alloc(FULL, 2), twin.alloc(SWA, 1)
+    seen = twin.insert(([1, 1], None), pages, swa=[swa[0], entry])
+    assert seen.adopted[SWA] == [0]
+    assert twin.oracle.status == {"NOT_OWNED"}
+    twin.compare()
+
+
+@pytest.mark.parametrize("entry", [-1, -5, 1000])
+def test_what_is_no_slot_is_refused_with_a_status(entry):
+    twin = HybridTwin(config("recurrent", 1))
+    seen = twin.insert(([1, 1], None), twin.alloc(FULL, 2), slot=entry)
+    assert not seen.recurrent_committed and seen.adopted[FULL] == [0, 1]
+    assert twin.oracle.status == {"NOT_OWNED"}
+    twin.compare()
+
+
 def test_a_renewed_receipt_has_the_anchor_of_the_ledger():
     twin = HybridTwin(config("swa", 1))
     twin.serve(([1, 1, 0, 1], None))

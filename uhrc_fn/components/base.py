@@ -138,7 +138,7 @@ class Component(abc.ABC):
         Args:
           page: int32 [1, pages].
           value: int32 [..., pages], what the nodes hold.
-          offered: int32 [..., pages], what the caller brings.
+          offered: int32 [..., pages], what the caller brings, 0 for nothing.
           is_new: bool [..., pages], nodes that this insert makes.
           evicted_seqlen: tokens whose entries the request has already let go.
 
@@ -146,4 +146,4 @@ class Component(abc.ABC):
           bool [..., pages]. A live value always stays; the caller's is a duplicate.
         """
         del page, evicted_seqlen
-        return is_new & (value == NULL) & (offered > 0)
+        return is_new & (value == NULL) & (offered != 0)

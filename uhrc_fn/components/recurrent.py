@@ -33,7 +33,7 @@ class RecurrentComponent(Component):
     def adopts(self, page, value, offered, is_new, evicted_seqlen):
         """Any node, new or old, that holds no snapshot."""
         del page, is_new, evicted_seqlen
-        return (value == NULL) & (offered > 0)
+        return (value == NULL) & (offered != 0)
 
     def stamps_insert(self, page, cut, taken, value, stamp):
         """The committed snapshot, or the one that stood there."""

@@ -43,7 +43,7 @@ class SWAComponent(Component):
         """New pages and tombstones, where the request has not let go of the page."""
         del is_new
         whole = page * self.config.page_size >= evicted_seqlen
-        return (value == NULL) & (offered > 0) & whole
+        return (value == NULL) & (offered != 0) & whole
 
     def stamps_insert(self, page, cut, taken, value, stamp):
         """The last window as a hit would; what came in before it is low."""
