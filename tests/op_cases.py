@@ -94,6 +94,7 @@ def op_cases(config: CacheConfig, pages: int, batch: int) -> dict[str, OpCase]:
     cases |= _pools(config, pages, batch)
     if config.has_recurrent:
         cases["cow_clone"] = (uhrc_fn.cow_clone, _states(config), cases["lock"][1])
+        cases["cow_move"] = (uhrc_fn.cow_move, cases["lock"][1])
     cases["compact_clock"] = (uhrc_fn.compact_clock,)
     cases["reset"] = (uhrc_fn.reset,)
     return {name: OpCase(case[0], case[1:]) for name, case in cases.items()}

@@ -96,9 +96,14 @@ class RequestHarness:
         return match
 
     def admit(
-        self, tokens, prompt: int, match=None, trouble=Status.SLOTS_EXHAUSTED
+        self,
+        tokens,
+        prompt: int,
+        match=None,
+        trouble=Status.SLOTS_EXHAUSTED,
+        move: bool = False,
     ) -> Request | None:
-        """Match, clone or lock, take slots and a row; None where that fails."""
+        """Match, clone, move or lock, take slots and a row; None where that fails."""
         tokens = np.asarray(tokens, np.int32)
         if match is None:
             match = self.match(tokens[: prompt - 1])
@@ -109,9 +114,12 @@ class RequestHarness:
             self.cache, receipt = programs.inc_lock_ref(self.cache, match)
             ok = int(numpy(receipt).serial) != 0
         else:
-            self.cache, self.states, clone = programs.cow_clone(
-                self.cache, self.states, match
-            )
+            if move:
+                self.cache, clone = programs.cow_move(self.cache, match)
+            else:
+                self.cache, self.states, clone = programs.cow_clone(
+                    self.cache, self.states, match
+                )
             receipt, ok, slots[0] = clone.receipt, bool(clone.ok), int(clone.slot)
         if not ok:
             assert int(numpy(receipt).serial) == 0 and slots[0] == 0

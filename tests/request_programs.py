@@ -98,6 +98,7 @@ def release_range(written, evicted, shared, window, page_size):
 inc_lock_ref = _jit(u.inc_lock_ref)
 release_window = _jit(u.release_window)
 cow_clone = _jit(u.cow_clone, (0, 1))
+cow_move = _jit(u.cow_move)
 alloc_request = _jit(
     u.alloc_request, static_argnames=("max_pages", "max_swa_pages", "max_slots")
 )

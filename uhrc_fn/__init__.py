@@ -38,6 +38,7 @@ from .ops.allocate import alloc_swa_pages as alloc_swa_pages
 from .ops.allocate import page_table as page_table
 from .ops.clock import compact_clock as compact_clock
 from .ops.copy_on_write import cow_clone as cow_clone
+from .ops.copy_on_write import cow_move as cow_move
 from .ops.evict import evict as evict
 from .ops.free import free_pages as free_pages
 from .ops.free import free_slots as free_slots

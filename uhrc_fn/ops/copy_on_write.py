@@ -1,17 +1,32 @@
-"""Copy-on-write: a request that hits resumes from a copy of the snapshot's state."""
+"""Copy-on-write: a request that hits resumes from a copy of the snapshot's state.
+
+Where there is no slot for a copy and never will be, it takes the snapshot itself.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from ..components import REGISTRY
 from ..config import ComponentType
 from ..params import IncLockRefResult, MatchResult
 from ..pools.recurrent_state import RecurrentStatePool
-from ..state import CacheState, bump, flag
+from ..state import CacheState, Owner, bump, flag, owner_entry
 from ..status import Status
-from ..tree_arrays import ROOT, VALUE, num_rows, settle, take
+from ..tree_arrays import (
+    DROP,
+    LOCK_REF,
+    NULL,
+    ROOT,
+    VALUE,
+    num_rows,
+    place_of,
+    settle,
+    take,
+)
 from .allocate import alloc_slots
 from .lock import dec_lock_ref, inc_lock_ref, release_window
 
@@ -65,6 +80,60 @@ def cow_clone(
     cache, kept = release_window(cache, _unless(~ok, receipt))
     cache, _ = dec_lock_ref(cache, _unless(ok, receipt))
     return cache, states, CloneResult(kept, slot, ok)
+
+
+def cow_move(cache: CacheState, match: MatchResult) -> tuple[CacheState, CloneResult]:
+    """Take the snapshot's own slot out of the tree: a clone that needs no slot.
+
+    For a request that can get no slot while nothing runs that would free one
+    (`Admission.MOVE`): it resumes in the snapshot itself, which the tree loses.
+
+    Args:
+      cache: the state, with a RECURRENT component.
+      match: of all components, with a hit.
+
+    Returns:
+      ``(cache, result)``; the result's slot is the snapshot's.
+
+    Status:
+      SLOTS_EXHAUSTED: somebody else has the snapshot locked. STALE_MATCH: there is
+      none, or it or the anchor is gone. LEDGER_FULL. Nothing was taken or locked.
+
+    Ownership:
+      the slot is the request's, as after `cow_clone`.
+    """
+    cache, receipt = inc_lock_ref(cache, match)
+    is_locked = receipt.serial != 0
+    fields, source = cache.tree.fields, match.cow_src_slot
+    node = jnp.clip(match.best_match_node, ROOT, num_rows(fields) - 1)
+    held = take(fields, VALUE + ComponentType.RECURRENT, node)
+    locks = take(fields, LOCK_REF + ComponentType.RECURRENT, node)
+    cache, (held, locks) = settle(cache, (held, locks))
+    is_gone = is_locked & ((source <= 0) | (held != source))
+    is_shared = is_locked & ~is_gone & (locks > 1)
+    ok = is_locked & ~is_gone & ~is_shared
+    bits = flag(is_gone, Status.STALE_MATCH) | flag(is_shared, Status.SLOTS_EXHAUSTED)
+    cache = _flagged(cache, bits)
+    cache, kept = release_window(cache, _unless(~ok, receipt))
+    cache, _ = dec_lock_ref(cache, _unless(ok, receipt))
+    cache = _take_out(cache, jnp.where(ok, node, NULL), jnp.where(ok, source, 0))
+    return cache, CloneResult(kept, jnp.where(ok, source, 0), ok)
+
+
+def _take_out(cache: CacheState, node, slot) -> CacheState:
+    """Give a node's unlocked snapshot to a request; nothing where `node` is `NULL`."""
+    config, fields = cache.config, cache.tree.fields
+    rules = REGISTRY[ComponentType.RECURRENT](config)
+    names = np.array([rules.value_field, rules.stamp_field], np.int32)
+    fields = fields.at[place_of(fields, names, node)].set(NULL, **DROP)
+    _, entry = owner_entry(config, ComponentType.RECURRENT, slot)
+    entry = jnp.where(node == NULL, cache.owner.shape[0], entry)
+    owner = cache.owner.at[entry].set(int(Owner.REQUEST), **DROP)
+    taken = (node != NULL).astype(jnp.int32)
+    counters = bump(cache.counters, evictable__2=-taken)
+    tree = dataclasses.replace(cache.tree, fields=fields)
+    cache = dataclasses.replace(cache, tree=tree, owner=owner, counters=counters)
+    return settle(cache, ())[0]
 
 
 def _unless(condition, receipt: IncLockRefResult) -> IncLockRefResult:
