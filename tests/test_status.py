@@ -389,12 +389,33 @@ RECURRENT = {"components": "FULL,RECURRENT", "num_recurrent_slots": 4, "num_page
 CONFIGS += [
     (RECURRENT | {"page_size": 2}, "extra buffer exactly where page_size > 1"),
     (RECURRENT | {"enable_recurrent_extra_buffer": True}, "Set page_size=1"),
+    (RECURRENT | {"recurrent_track_interval": True}, "recurrent_track_interval=True"),
+    (RECURRENT | {"recurrent_track_interval": 0}, "recurrent_track_interval=0"),
+    (RECURRENT | {"num_recurrent_slots": True}, "num_recurrent_slots=True"),
 ]
 EXTRA = RECURRENT | {"page_size": 4, "enable_recurrent_extra_buffer": True}
 CONFIGS += [
     (EXTRA | {"recurrent_track_interval": 0}, "positive multiple of page_size"),
     (EXTRA | {"recurrent_track_interval": 6}, "positive multiple of page_size"),
     (EXTRA | {"recurrent_track_interval": 36}, "No prefix could ever hit"),
+    (EXTRA | {"num_recurrent_slots": 1}, "num_recurrent_slots=1 with.*at least 2"),
+    (EXTRA | {"enable_recurrent_extra_buffer": 1}, "enable_recurrent_extra_buffer=1"),
+]
+SLIDING = {"components": "FULL,SWA", "num_swa_pages": 5, "sliding_window_size": 4}
+CONFIGS += [
+    (SLIDING | {"num_swa_pages": True}, "num_swa_pages=True"),
+    (SLIDING | {"sliding_window_size": True}, "sliding_window_size=True"),
+]
+CONFIGS += [
+    ({name: True}, f"{name}=True")
+    for name in (
+        "num_pages",
+        "num_nodes",
+        "max_prefix_pages",
+        "max_live_receipts",
+        "victim_plan_size",
+        "hash_seed",
+    )
 ]
 
 
@@ -409,6 +430,7 @@ def test_configs_that_work():
     assert CacheConfig(components="FULL, SWA", num_swa_pages=5, sliding_window_size=4)
     assert CacheConfig(**EXTRA, recurrent_track_interval=32).recurrent_grid == 32
     assert CacheConfig(**RECURRENT).recurrent_grid == 1
+    assert CacheConfig(**EXTRA | {"num_recurrent_slots": 2}).recurrent_grid == 4
     assert CacheConfig(page_size=2) == CacheConfig(page_size=2)
     assert hash(CacheConfig(page_size=2)) == hash(CacheConfig(page_size=2))
     assert CacheConfig(page_size=2) != CacheConfig(page_size=4)

@@ -242,14 +242,21 @@ def _validate_recurrent(c: CacheConfig, require) -> None:
         )
         return
     require(
-        extra == (c.page_size > 1),
-        f"enable_recurrent_extra_buffer={extra} with page_size={c.page_size}",
+        isinstance(extra, bool) and extra == (c.page_size > 1),
+        f"enable_recurrent_extra_buffer={extra!r} with page_size={c.page_size}",
         "the extra buffer exactly where page_size > 1",
         "Set page_size=1 for the base path, or enable the extra buffer.",
     )
+    require(
+        slots >= 2 or not extra,
+        f"num_recurrent_slots={slots} with the extra buffer",
+        "at least 2, the running and the track slot of one request",
+        "With fewer every request would wait for ever; add slots. With two track "
+        "slots a request owns 3: check_pools knows how many there are.",
+    )
     interval = c.recurrent_track_interval
     require(
-        isinstance(interval, int) and interval > 0 and interval % c.page_size == 0,
+        _is_int(interval) and interval > 0 and interval % c.page_size == 0,
         f"recurrent_track_interval={interval!r} with page_size={c.page_size}",
         "a positive multiple of page_size",
         "Round the interval up to whole pages.",
