@@ -1,5 +1,7 @@
 """Hybrid replays: the ceilings that snapshots leave, with everything kept."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ CEILINGS = {
     "ragpulse": (0.0002, 0.3137),
     "gsm8k_test": (0.0000, 0.8783),
 }
+SWA = ["--components", "FULL,SWA"]
 # Text is cut into pages; the others have blocks of their own.
 PAGE_SIZES = {"gsm8k_test": 64}
 
@@ -97,11 +100,43 @@ def test_a_wide_window_hits_like_full_attention():
         (["--components", "FULL,SWA"], "positive window"),
         (["--window", "64"], "none without"),
         (["--capacity-slots", "9"], "slots are for RECURRENT"),
+        (["--capacity-swa-pages", "9"], "SWA pages are for SWA"),
+        ([*SWA, "--window", "64,x"], "'x' is not an integer"),
+        ([*SWA, "--window", "64,128", "--sweep", "0.5,1"], "wanted one of the two"),
+        (
+            [*SWA, "--window", "64", "--capacity-swa-pages", "4"],
+            "at least the window and a page, 5 pages",
+        ),
     ],
 )
 def test_options_that_contradict_are_named(options, sentence, capsys):
-    assert main(["--trace", "builtin", *options]) == BAD_INPUT
+    try:
+        code = main(["--trace", "builtin", "--limit", "20", *options])
+    except SystemExit as exit:  # what argparse refuses
+        code = exit.code
+    assert code == BAD_INPUT
     assert sentence in capsys.readouterr().err
+
+
+def test_a_window_that_the_pool_cannot_keep_hits_less(capsys, tmp_path):
+    """Several windows in turn: a list, a table and a plot.
+
+    Fault: each replay has the first window.
+    """
+    keys, _ = conversations()
+    trace, picture = tmp_path / "trace.jsonl", tmp_path / "windows.svg"
+    line = {"timestamp": 0, "output_length": 1}
+    lines = [line | {"input_length": 512 * len(ids), "hash_ids": ids} for ids in keys]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--trace", str(trace), *SWA, "--window", "512,4096"]
+    arguments += ["--capacity-swa-pages", "20", "--json", "-", "--plot", str(picture)]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    narrow, wide = json.loads(captured.out)
+    assert (narrow["window"], wide["window"]) == (512, 4096)
+    assert narrow["ideal_hit_ratio"] >= narrow["hit_ratio"] > wide["hit_ratio"] > 0
+    assert f"{wide['hit_ratio']:.4f}" in captured.err
+    assert "<svg" in picture.read_text()
 
 
 @pytest.mark.slow

@@ -27,12 +27,14 @@ class Hybrid:
       window: sliding window in tokens of the trace (SWA).
       checkpoints: `ends` leaves a snapshot at the last full block of each input,
         `branches` also at the branching length that the match reported (RECURRENT).
+      capacity_swa_pages: pages of the SWA pool; 0 is as many as FULL has (SWA).
       capacity_slots: slots for snapshots; 0 is enough for everything (RECURRENT).
     """
 
     components: tuple[str, ...] = ("FULL",)
     window: int = 0
     checkpoints: str = "ends"
+    capacity_swa_pages: int = 0
     capacity_slots: int = 0
 
     def __post_init__(self):
@@ -52,18 +54,34 @@ class Hybrid:
                 f"{self.components}; slots are for RECURRENT, 0 or more of them."
             )
 
+        if self.capacity_swa_pages < 0 or (self.capacity_swa_pages and not has_swa):
+            raise ValueError(
+                f"capacity_swa_pages={self.capacity_swa_pages} with components="
+                f"{self.components}; SWA pages are for SWA, 0 or more of them."
+            )
+
     @property
     def has_recurrent(self) -> bool:
         """Whether snapshots are kept."""
         return "RECURRENT" in self.components
 
     def settings(self, workload: Workload, num_pages: int) -> dict:
-        """Settings of `CacheConfig` for a workload and a pool."""
+        """Settings of `CacheConfig` for a workload and a pool.
+
+        Raises:
+          ValueError: the SWA pool is smaller than a window.
+        """
         if "SWA" in self.components:
             # A block trace has one key token a page of `page_tokens` real ones.
             scale = workload.page_tokens // workload.page_size
             window = -(-self.window // max(scale, 1))
-            pages = max(num_pages, -(-window // workload.page_size) + 1)
+            least = -(-window // workload.page_size) + 1
+            pages = self.capacity_swa_pages or max(num_pages, least)
+            if pages < least:
+                raise ValueError(
+                    f"capacity_swa_pages={pages} with a window of {self.window} "
+                    f"tokens; wanted at least the window and a page, {least} pages."
+                )
             settings = {"sliding_window_size": window, "num_swa_pages": pages}
         elif self.has_recurrent:
             # Two snapshots a request at most, and one on its way.

@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 
+from .report import Point
 from .workload import Workload
 
 # A palette that stays distinct in grey and for colour-blind readers.
@@ -37,20 +38,39 @@ def new_axes(title: str, xlabel: str):
     return figure, axes
 
 
-def plot_sweep(path: str, workload: Workload, points: list[tuple]) -> None:
+def plot_sweep(path: str, workload: Workload, points: list[Point]) -> None:
     """Hit ratio against capacity, beside the ideal and the offline optimum."""
-    points = sorted(points, key=lambda point: point[1])
-    capacities = [capacity for _, capacity, _, _ in points]
-    ratios = [figures["hit_ratio"] for _, _, figures, _ in points]
-    belady = [bound for *_, bound in points]
+    points = sorted(points, key=lambda point: point.pages)
+    capacities = [point.pages for point in points]
+    ratios = [point.figures["hit_ratio"] for point in points]
+    belady = [point.belady for point in points]
     figure, axes = new_axes(workload.name, "capacity, pages")
-    ideal = points[0][2]["ideal_hit_ratio"]
-    axes.axhline(ideal, color=IDEAL, linestyle=":", label=f"ideal {ideal:.4f}")
+    draw_ideal(axes, points[0])
     axes.plot(capacities, belady, "s--", color=BELADY, label="offline optimum (Belady)")
     axes.plot(capacities, ratios, "o-", color=CACHE, label="uhrc_fn, leaf LRU")
     axes.set_xscale("log")
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def plot_windows(path: str, workload: Workload, points: list[Point]) -> None:
+    """Hit ratio against the sliding window, beside the ideal of full attention."""
+    points = sorted(points, key=lambda point: point.window)
+    windows = [point.window for point in points]
+    ratios = [point.figures["hit_ratio"] for point in points]
+    figure, axes = new_axes(workload.name, f"sliding window, {workload.token_unit}s")
+    draw_ideal(axes, points[0])
+    axes.plot(windows, ratios, "o-", color=CACHE, label="uhrc_fn, FULL,SWA")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(windows, [f"{window:,}" for window in windows])
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_ideal(axes, point: Point) -> None:
+    """A line for what no capacity could better."""
+    ideal = point.figures["ideal_hit_ratio"]
+    axes.axhline(ideal, color=IDEAL, linestyle=":", label=f"ideal {ideal:.4f}")
 
 
 def plot_replay(

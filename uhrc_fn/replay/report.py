@@ -6,6 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,18 @@ def summarize(
         "compile_s": float(result.compile_s),
         "requests_per_s": ratio(workload.num_requests, result.wall_s),
     }
+
+
+class Point(NamedTuple):
+    """One replay of several, as tables and plots show it."""
+
+    part: float
+    """Capacity as a fraction of the unique pages."""
+    pages: int
+    window: int
+    figures: dict[str, int | float]
+    belady: float
+    """Hit ratio of the offline optimum at this capacity; 0 where nobody asked."""
 
 
 def ratio(part: float, whole: float) -> float:
@@ -185,23 +198,44 @@ def print_summary(workload: Workload, figures: dict, unique_pages: int, file) ->
     print_table(title, ["", "value"], rows, file)
 
 
-def print_sweep(workload: Workload, points: list[tuple], file) -> None:
+def print_sweep(workload: Workload, points: list[Point], file) -> None:
     """The table of a sweep: one row a capacity."""
     header = ["capacity, pages", "of unique", "hit ratio", "Belady", "ideal"]
     header += [f"evicted {workload.token_unit}s", "wall s", "requests/s"]
     rows = [
         [
-            f"{capacity:,}",
-            f"{fraction:.2%}",
-            f"{figures['hit_ratio']:.4f}",
-            f"{belady:.4f}",
-            f"{figures['ideal_hit_ratio']:.4f}",
-            f"{figures['evicted_tokens']:,}",
-            f"{figures['wall_s']:.3f}",
-            f"{figures['requests_per_s']:,.0f}",
+            f"{point.pages:,}",
+            f"{point.part:.2%}",
+            f"{point.figures['hit_ratio']:.4f}",
+            f"{point.belady:.4f}",
+            *_last_cells(point),
         ]
-        for fraction, capacity, figures, belady in points
+        for point in points
     ]
-    measured = points[0][2]["requests"]
-    title = f"{workload.name}, {measured:,} of {workload.num_requests:,} requests"
-    print_table(title + " measured", header, rows, file)
+    print_table(_measured_title(workload, points), header, rows, file)
+
+
+def print_windows(workload: Workload, points: list[Point], file) -> None:
+    """The table of several windows: one row each."""
+    header = [f"window, {workload.token_unit}s", "hit ratio", "ideal"]
+    header += [f"evicted {workload.token_unit}s", "wall s", "requests/s"]
+    rows = [
+        [f"{p.window:,}", f"{p.figures['hit_ratio']:.4f}", *_last_cells(p)]
+        for p in points
+    ]
+    print_table(_measured_title(workload, points), header, rows, file)
+
+
+def _last_cells(point: Point) -> list[str]:
+    return [
+        f"{point.figures['ideal_hit_ratio']:.4f}",
+        f"{point.figures['evicted_tokens']:,}",
+        f"{point.figures['wall_s']:.3f}",
+        f"{point.figures['requests_per_s']:,.0f}",
+    ]
+
+
+def _measured_title(workload: Workload, points: list[Point]) -> str:
+    measured = points[0].figures["requests"]
+    total = f"{workload.num_requests:,} requests measured"
+    return f"{workload.name}, {measured:,} of {total}"
