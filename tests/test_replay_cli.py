@@ -19,7 +19,7 @@ from uhrc_fn.replay import (
     report,
 )
 from uhrc_fn.replay.builtin import conversations
-from uhrc_fn.replay.cli import main
+from uhrc_fn.replay.cli import Run, main, pools_of
 from uhrc_fn.replay.tokenizing import text_workload
 
 JSON_KEYS = [
@@ -137,6 +137,14 @@ def test_a_sweep_gives_a_list_and_a_plot(trace, capsys, tmp_path):
     for figure, pages in zip(figures, (2, 4, 7), strict=True):
         best = workload.hit_tokens(bound.hit_pages(pages)).sum()
         assert figure["hit_tokens"] <= best
+
+
+def test_a_sweep_shares_pools_where_they_are_not_too_large():
+    """Fault: hybrid sets share them too, and their other pool is too large."""
+    runs = [Run(part=0, pages=pages, window=0) for pages in (6, 100, 24, 25, 1)]
+    shared = {100: 100, 25: 100, 24: 24, 6: 24, 1: 1}
+    assert pools_of(runs, ("FULL",)) == shared
+    assert pools_of(runs, ("FULL", "SWA")) == {pages: pages for pages in shared}
 
 
 def test_the_table_goes_to_stdout_and_a_plot_to_its_file(trace, capsys, tmp_path):

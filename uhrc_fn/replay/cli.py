@@ -114,11 +114,15 @@ def choose_runs(arguments, unique_pages: int) -> list[Run]:
     return [Run(*capacity, window) for window in windows for capacity in chosen]
 
 
-def pools_of(runs: list[Run]) -> dict[int, int]:
-    """Capacity -> pages of the pool that serves it, see `_LEAST_OF_POOL`."""
+def pools_of(runs: list[Run], components: tuple[str, ...]) -> dict[int, int]:
+    """Capacity -> pages of the pool that serves it, see `_LEAST_OF_POOL`.
+
+    Hybrid sets share none: the size of their other pool may follow the capacity.
+    """
     pools, pool = {}, 0
+    least = _LEAST_OF_POOL if components == ("FULL",) else 1
     for pages in sorted({each.pages for each in runs}, reverse=True):
-        if pages < pool * _LEAST_OF_POOL or not pool:
+        if pages < pool * least or not pool:
             pool = pages
         pools[pages] = pool
     return pools
@@ -145,7 +149,7 @@ def run(arguments, workload: Workload, tree: PrefixNodes, runs: list[Run]) -> No
     bound = BeladyBound(workload, tree) if arguments.sweep else None
     points, result = [], None
     is_unlimited = not (arguments.sweep or arguments.capacity_pages)
-    pools = pools_of(runs)
+    pools = pools_of(runs, arguments.components)
     for each in runs:
         pool = 0 if is_unlimited else pools[each.pages]
         with report.progress_bar(workload, measure_from, each.label) as on_progress:
