@@ -65,12 +65,14 @@ def place_key(table, pages: KeyPages, wants, value):
         turn = jnp.arange(wants.size, dtype=jnp.int32)[None]
         return table, claimed, wants & (leader != turn), None
     # [other, page]: XLA for CPU vectorises a reduction over the major axis.
-    bucket, print_ = pages.bucket[0], pages.fingerprint[0]
+    lanes = (pages.bucket[0], pages.fingerprint[0], wants[0], value[0])
+    # Worked out once: each pair would do it anew.
+    bucket, print_, asks, entry = jax.lax.optimization_barrier(lanes)
     order = jnp.arange(wants.size, dtype=jnp.int32)
-    earlier = wants[0][:, None] & (order[:, None] < order[None])
+    earlier = asks[:, None] & (order[:, None] < order[None])
     neighbour = earlier & (bucket[:, None] == bucket[None])
     twin = neighbour & (print_[:, None] == print_[None])
-    second = earlier & (value[0][:, None] == value[0][None])
+    second = earlier & (entry[:, None] == entry[None])
     # Three counts of at most 256 in one sum.
     code = jnp.where(neighbour, 1, 0) + jnp.where(twin, 1 << 10, 0)
     code = jnp.sum(code + jnp.where(second, 1 << 20, 0), axis=0, dtype=jnp.int32)[None]
