@@ -65,9 +65,11 @@ def place_key(table, pages: KeyPages, wants, value):
         turn = jnp.arange(wants.size, dtype=jnp.int32)[None]
         return table, claimed, wants & (leader != turn), None
     # [other, page]: XLA for CPU vectorises a reduction over the major axis.
-    lanes = (pages.bucket[0], pages.fingerprint[0], wants[0], value[0])
-    # Worked out once: each pair would do it anew.
-    bucket, print_, asks, entry = jax.lax.optimization_barrier(lanes)
+    # Worked out once, in one array: each pair would do it anew, and many arrays at
+    # once make XLA hand some of them to another thread, which a lone call waits for.
+    lanes = [pages.bucket, pages.fingerprint, wants.astype(jnp.int32), value]
+    lanes = jax.lax.optimization_barrier(jnp.concatenate(lanes))
+    bucket, print_, asks, entry = lanes[0], lanes[1], lanes[2] != 0, lanes[3]
     order = jnp.arange(wants.size, dtype=jnp.int32)
     earlier = asks[:, None] & (order[:, None] < order[None])
     neighbour = earlier & (bucket[:, None] == bucket[None])
