@@ -167,3 +167,12 @@ def test_both_forms_find_the_same_run(num_pages):
 def test_both_forms_stack_alike():
     entries = [np.arange(3, dtype=np.int32) + k for k in range(10)]
     same(match._stack_default, match._stack_tpu, *entries)
+
+
+def test_both_forms_pick_the_anchor_alike():
+    """Fault: without a hit one form picks the first page, the other nothing."""
+    rows = [np.arange(12, dtype=np.int32).reshape(3, 4) + 100 * k for k in range(3)]
+    hit = np.array([[3], [0], [4]], np.int32)
+    at_hit = np.arange(1, 5, dtype=np.int32)[None] == hit
+    picked = same(match._at_hit_default, match._at_hit_tpu, at_hit, *rows)
+    assert np.asarray(picked)[0].tolist() == [2, 0, 11]

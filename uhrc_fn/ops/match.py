@@ -146,11 +146,19 @@ def _find(cache: CacheState, key: RadixKey, full_only: bool):
     return result, hit, values, status
 
 
-def _at_hit(at_hit, *rows):
+def _at_hit_default(at_hit, *rows):
     """Pick the anchor's entries in one reduction."""
     rows = [jnp.where(at_hit, x, 0) for x in rows]
     picked = jnp.sum(jnp.stack(rows), -1)
     return [picked[k] for k in range(len(rows))]
+
+
+def _at_hit_tpu(at_hit, *rows):
+    """One by one: a TPU reduces them in one kernel, and stacking costs it more."""
+    return [jnp.sum(jnp.where(at_hit, x, 0), -1) for x in rows]
+
+
+_at_hit = by_platform(_at_hit_default, tpu=_at_hit_tpu)
 
 
 def _stack_default(*entries):
