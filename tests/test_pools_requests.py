@@ -310,6 +310,7 @@ def test_a_leaked_track_slot_is_noticed():
     [
         (dict(num_requests=0), "num_requests=0; wanted"),
         (dict(page_size=1.0), r"page_size=1\.0"),
+        (dict(num_track_slots=True), "num_track_slots=True; wanted"),
         (dict(num_track_slots=3), "num_track_slots=3; wanted 0, 1 or 2"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+from typing import TypeGuard
 
 
 class ComponentType(enum.IntEnum):
@@ -270,7 +271,7 @@ def _validate_recurrent(c: CacheConfig, require) -> None:
     )
 
 
-def _is_int(value) -> bool:
+def _is_int(value) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -16,7 +16,9 @@ from ..params import (
     MatchPrefixParams,
     RadixKey,
 )
+from ..pools.limits import check_slots
 from ..pools.req_to_token import HybridReqToTokenPool, ReqToTokenPool
+from ..pools.sizing import request_owned_slots
 from ..pools.tracking import (
     Donation,
     no_donation,
@@ -62,6 +64,9 @@ def cache_finished_req(
 
     Returns:
       ``(cache, requests, result)`` with an empty row.
+
+    Raises:
+      ValueError: the cache has fewer slots than one request of the tables owns.
 
     Status:
       that of `insert`, `free_pages` and `dec_lock_ref`.
@@ -121,6 +126,9 @@ def cache_unfinished_req(
       ``(cache, requests, published)``. The row's table points at the tree's pages,
       and the lock has moved to the end of what the tree holds.
 
+    Raises:
+      ValueError: the cache has fewer slots than one request of the tables owns.
+
     Ownership:
       adopted entries are the tree's, duplicates are free, the rest and the unaligned
       tail stay the request's. A snapshot is published only against a slot in exchange;
@@ -179,6 +187,9 @@ def _offer(cache, requests, row, key, *, is_live: bool, replacement: Any = 0):
     size = cache.config.page_size
     written = _written(requests, row, key)
     if _has_tracks(requests):
+        tracks = requests.config.num_track_slots
+        owned = request_owned_slots(extra_buffer=True, num_track_slots=tracks)
+        check_slots(cache.config.num_recurrent_slots, owned)
         donation = plan_donation(
             requests.tracks(row),
             written,

@@ -41,6 +41,7 @@ class RequestConfig:
 
     def __post_init__(self):
         require_counts(self, "num_requests", "max_pages", "page_size")
+        require_counts(self, "num_track_slots", least=0)
         require(
             self.num_track_slots in (0, 1, 2),
             f"num_track_slots={self.num_track_slots!r}",
