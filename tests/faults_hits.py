@@ -24,8 +24,8 @@ FAULTS: list[Fault] = [
     Fault(
         "B32 a plan of victims is believed after its nodes were used again",
         "ops/victims.py",
-        "return node, is_next & same & free",
-        "return node, is_next & (same | True) & free",
+        "is_due = is_next & same & free",
+        "is_due = is_next & (same | True) & free",
         _HITS + "B32_ten_thousand_thin_leaves_go_in_the_order_of_their_last_use",
     ),
     Fault(
@@ -52,8 +52,8 @@ FAULTS: list[Fault] = [
     Fault(
         "B37 only a new node takes a snapshot",
         "components/recurrent.py",
-        "return (value == NULL) & (offered > 0)",
-        "return is_new & (value == NULL) & (offered > 0)",
+        "return (value == NULL) & (offered != 0)",
+        "return is_new & (value == NULL) & (offered != 0)",
         _HITS + "B37_a_shorter_prefix_says_what_it_lacks_and_takes_a_snapshot",
     ),
     Fault(
@@ -101,8 +101,8 @@ FAULTS: list[Fault] = [
     Fault(
         "B46 an insert does not bring back SWA pages that were lost",
         "components/swa.py",
-        "return (value == NULL) & (offered > 0) & whole",
-        "return is_new & (offered > 0) & whole",
+        "return (value == NULL) & (offered != 0) & whole",
+        "return is_new & (offered != 0) & whole",
         _HITS + "B46_a_branch_inside_what_was_let_go_is_a_hit_for_the_third_request",
     ),
     Fault(

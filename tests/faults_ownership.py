@@ -111,8 +111,8 @@ FAULTS: list[Fault] = [
     Fault(
         "B16 an insert forgets up to where pages were let go",
         "components/swa.py",
-        "& (offered > 0) & whole",
-        "& (offered > 0)",
+        "& (offered != 0) & whole",
+        "& (offered != 0)",
         f"{_OWNERSHIP}::test_B16_pages_before_the_window_are_not_taken_as_live",
     ),
     Fault(
@@ -245,7 +245,7 @@ FAULTS: list[Fault] = [
     Fault(
         "B61 a victim's entry in the children table stays",
         "ops/remove.py",
-        "table = free_entries(tree.table, victims[TABLE_SLOT_ROW])",
+        "table = free_entries(tree.table, held[TABLE_SLOT_ROW])",
         "table = tree.table",
         f"{_PAGES}::test_B61_B62_unique_suffixes_leave_no_residue",
     ),
