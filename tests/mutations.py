@@ -21,6 +21,7 @@ from faults_ownership import FAULTS as OWNERSHIP
 FAULTS: list[Fault] = [*OWNERSHIP, *HITS]
 
 _FAILED_TESTS = 1  # pytest's exit status; others mean that no test could run
+_BROKEN = ("NameError", "TypeError", "AttributeError", "SyntaxError", "ImportError")
 
 
 def is_seen(fault: Fault) -> bool:
@@ -36,7 +37,9 @@ def is_seen(fault: Fault) -> bool:
             cwd=folder, env=os.environ | {"PYTHONPATH": name}, capture_output=True,
             text=True, check=False,
         )  # fmt: skip
-    if run.returncode not in (0, _FAILED_TESTS):
+    # A program that no longer runs is no wrong program.
+    is_broken = any(f"E   {error}" in run.stdout for error in _BROKEN)
+    if run.returncode not in (0, _FAILED_TESTS) or is_broken:
         raise RuntimeError(f"{fault.name}: no test ran\n{run.stdout}{run.stderr}")
     return run.returncode == _FAILED_TESTS
 
