@@ -85,7 +85,7 @@ class Hybrid:
             settings = {"sliding_window_size": window, "num_swa_pages": pages}
         elif self.has_recurrent:
             # Two snapshots a request at most, and one on its way.
-            every = 2 * workload.num_requests + 1
+            every = max(2 * workload.num_requests + 1, 2)
             settings = {"num_recurrent_slots": self.capacity_slots or every}
             settings["enable_recurrent_extra_buffer"] = workload.page_size > 1
         else:
