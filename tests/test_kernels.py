@@ -313,6 +313,14 @@ def test_on_the_cpu_the_buffers_stay_in_place(kernel):
     assert_in_place(compiled, args[0], temporary=size(args[0]) / ROWS)
 
 
+def test_on_the_cpu_states_of_one_head_stay_in_place():
+    """A rank of a sharded pool may hold one: XLA must not lay them out anew."""
+    state = [jax.ShapeDtypeStruct((ROWS, 1, 64, 64), jnp.float32)]
+    index = jax.ShapeDtypeStruct((6,), jnp.int32)
+    compiled = jax.jit(copy_slots, donate_argnums=0).lower(state, index, index).compile()
+    assert_in_place(compiled, state, temporary=64 * 1024)
+
+
 def test_the_search_for_copies_finds_one():
     args = arguments(copy_slots)
     compiled = jax.jit(copy_slots).lower(*args).compile()

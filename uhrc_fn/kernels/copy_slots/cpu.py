@@ -34,7 +34,9 @@ def _copy_rows(buffer, src, dst):
         return jax.lax.dynamic_update_slice(split, moved, (write, piece, zero)), None
 
     split = buffer.reshape(rows, pieces, -1)
-    return jax.lax.scan(copy_piece, split, steps)[0].reshape(buffer.shape)
+    done = jax.lax.scan(copy_piece, split, steps)[0]
+    # By way of a vector: where an axis is 1, XLA would change the layout, and copy.
+    return jax.lax.optimization_barrier(done.reshape(-1)).reshape(buffer.shape)
 
 
 def num_pieces(row_size: int, itemsize: int) -> int:
