@@ -57,7 +57,8 @@ def config_of(components: str, page_size: int, nodes: int, **more) -> CacheConfi
         "FULL": {},
         "FULL,SWA": dict(num_swa_pages=nodes // 2, sliding_window_size=5 * page_size),
         "FULL,RECURRENT": dict(
-            num_recurrent_slots=max(nodes // 16, 2), enable_recurrent_extra_buffer=page_size > 1
+            num_recurrent_slots=max(nodes // 16, 2),
+            enable_recurrent_extra_buffer=page_size > 1,
         ),
     }
     return CacheConfig(

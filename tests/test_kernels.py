@@ -317,7 +317,8 @@ def test_on_the_cpu_states_of_one_head_stay_in_place():
     """A rank of a sharded pool may hold one: XLA must not lay them out anew."""
     state = [jax.ShapeDtypeStruct((ROWS, 1, 64, 64), jnp.float32)]
     index = jax.ShapeDtypeStruct((6,), jnp.int32)
-    compiled = jax.jit(copy_slots, donate_argnums=0).lower(state, index, index).compile()
+    copy = jax.jit(copy_slots, donate_argnums=0)
+    compiled = copy.lower(state, index, index).compile()
     assert_in_place(compiled, state, temporary=64 * 1024)
 
 
