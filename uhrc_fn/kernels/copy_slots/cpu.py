@@ -35,8 +35,9 @@ def _copy_rows(buffer, src, dst):
 
     split = buffer.reshape(rows, pieces, -1)
     done = jax.lax.scan(copy_piece, split, steps)[0]
-    # By way of a vector: where an axis is 1, XLA would change the layout, and copy.
-    return jax.lax.optimization_barrier(done.reshape(-1)).reshape(buffer.shape)
+    if buffer.shape[1:2] == (1,):  # XLA would choose another layout, and copy
+        done = jax.lax.optimization_barrier(done.reshape(-1))
+    return done.reshape(buffer.shape)
 
 
 def num_pieces(row_size: int, itemsize: int) -> int:
