@@ -11,6 +11,9 @@ export UHRC_TRACES := $(abspath ../shared/traces)
 endif
 endif
 
+# Two processes, a file at a time, so that a file compiles what it shares once.
+TWO := -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-env lint format bench tpu-estimate
 .PHONY: tpu-estimate-here clean always
@@ -23,10 +26,10 @@ demo: $(VENV)/.replay ## replay the built-in workload through the jitted cache
 	$(PY) -m uhrc_fn.replay --trace builtin $(ARGS)
 
 test: $(VENV)/.dev ## the fast tests and the notebooks
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow" $(TWO) $(ARGS)
 
 test-all: $(VENV)/.dev ## every test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(TWO) $(ARGS)
 
 test-env: $(VENV)/.dev ## make the environment of the tests, run nothing
 	@echo "$(VENV) is ready"
