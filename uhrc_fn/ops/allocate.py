@@ -228,7 +228,7 @@ def _alloc(
 
     is_short = lambda operands: operands[1] > 0
     cache, _ = once_if(is_short, evict_deficit, (cache, deficit))
-    total = jnp.sum(given, dtype=jnp.int32)
+    total = jnp.sum(given, dtype=jnp.int32)  # anew: the first lies before the fence
 
     lane = page_index(max_new)
     is_given = lane < given[:, None]
