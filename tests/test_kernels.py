@@ -313,9 +313,10 @@ def test_on_the_cpu_the_buffers_stay_in_place(kernel):
     assert_in_place(compiled, args[0], temporary=size(args[0]) / ROWS)
 
 
-def test_on_the_cpu_states_of_one_head_stay_in_place():
+@pytest.mark.parametrize("shape", [(1, 64, 64), (768, 1)])
+def test_on_the_cpu_states_of_one_head_or_tap_stay_in_place(shape):
     """A rank of a sharded pool may hold one: XLA must not lay them out anew."""
-    state = [jax.ShapeDtypeStruct((ROWS, 1, 64, 64), jnp.float32)]
+    state = [jax.ShapeDtypeStruct((ROWS, *shape), jnp.float32)]
     index = jax.ShapeDtypeStruct((6,), jnp.int32)
     copy = jax.jit(copy_slots, donate_argnums=0)
     compiled = copy.lower(state, index, index).compile()

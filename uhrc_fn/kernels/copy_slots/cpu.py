@@ -23,21 +23,20 @@ def _copy_rows(buffer, src, dst):
     # A lane that copies nothing copies the dummy's first piece onto itself.
     piece = jnp.arange(pieces, dtype=dst.dtype)[None]
     piece = jnp.where((dst > 0)[:, None], piece, 0)
-    each = lambda lanes: jnp.repeat(lanes, pieces)
-    steps = each(jnp.where(dst > 0, src, 0)), each(dst), piece.reshape(-1)
+    place = lambda slot: (slot[:, None] * pieces + piece).reshape(-1)
+    steps = place(jnp.where(dst > 0, src, 0)), place(dst)
     zero = jnp.zeros((), dst.dtype)
 
     def copy_piece(split, step):
-        read, write, piece = step
-        shape = (1, 1, split.shape[2])
-        moved = jax.lax.dynamic_slice(split, (read, piece, zero), shape)
-        return jax.lax.dynamic_update_slice(split, moved, (write, piece, zero)), None
+        read, write = step
+        moved = jax.lax.dynamic_slice(split, (read, zero), (1, split.shape[1]))
+        return jax.lax.dynamic_update_slice(split, moved, (write, zero)), None
 
-    split = buffer.reshape(rows, pieces, -1)
-    done = jax.lax.scan(copy_piece, split, steps)[0]
-    if buffer.shape[1:2] == (1,):  # XLA would choose another layout, and copy
-        done = jax.lax.optimization_barrier(done.reshape(-1))
-    return done.reshape(buffer.shape)
+    # In and out by way of a vector: where an axis is 1, XLA would change the layout,
+    # and copy.
+    split = jax.lax.optimization_barrier(buffer.reshape(-1)).reshape(rows * pieces, -1)
+    split = jax.lax.scan(copy_piece, split, steps)[0]
+    return jax.lax.optimization_barrier(split.reshape(-1)).reshape(buffer.shape)
 
 
 def num_pieces(row_size: int, itemsize: int) -> int:
