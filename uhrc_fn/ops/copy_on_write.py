@@ -66,9 +66,7 @@ def cow_clone(
     cache, receipt = inc_lock_ref(cache, match)
     is_locked = receipt.serial != 0
     source = jnp.where(is_locked, match.cow_src_slot, 0)
-    node = jnp.clip(match.best_match_node, ROOT, num_rows(cache.tree.fields) - 1)
-    held = take(cache.tree.fields, VALUE + ComponentType.RECURRENT, node)
-    cache, held = settle(cache, held)
+    cache, _, held = _read_anchor(cache, match, VALUE)
     is_gone = (source > 0) & (held != source)
     cache = _flagged(cache, flag(is_gone, Status.STALE_MATCH))
     wanted = (is_locked & ~is_gone).astype(jnp.int32)
@@ -76,9 +74,7 @@ def cow_clone(
     slot = slots.ids[0]
     ok = slot > 0
     states = states.copy_slots(jnp.where(ok, source, 0)[None], slot[None])
-    # One of the two gives something back; the other sees a receipt of nothing.
-    cache, kept = release_window(cache, _unless(~ok, receipt))
-    cache, _ = dec_lock_ref(cache, _unless(ok, receipt))
+    cache, kept = _keep_full(cache, receipt, ok)
     return cache, states, CloneResult(kept, slot, ok)
 
 
@@ -104,20 +100,38 @@ def cow_move(cache: CacheState, match: MatchResult) -> tuple[CacheState, CloneRe
     """
     cache, receipt = inc_lock_ref(cache, match)
     is_locked = receipt.serial != 0
-    fields, source = cache.tree.fields, match.cow_src_slot
-    node = jnp.clip(match.best_match_node, ROOT, num_rows(fields) - 1)
-    held = take(fields, VALUE + ComponentType.RECURRENT, node)
-    locks = take(fields, LOCK_REF + ComponentType.RECURRENT, node)
-    cache, (held, locks) = settle(cache, (held, locks))
+    source = match.cow_src_slot
+    cache, node, (held, locks) = _read_anchor(
+        cache, match, np.array([VALUE, LOCK_REF], np.int32)
+    )
     is_gone = is_locked & ((source <= 0) | (held != source))
     is_shared = is_locked & ~is_gone & (locks > 1)
     ok = is_locked & ~is_gone & ~is_shared
     bits = flag(is_gone, Status.STALE_MATCH) | flag(is_shared, Status.SLOTS_EXHAUSTED)
     cache = _flagged(cache, bits)
-    cache, kept = release_window(cache, _unless(~ok, receipt))
-    cache, _ = dec_lock_ref(cache, _unless(ok, receipt))
+    cache, kept = _keep_full(cache, receipt, ok)
     cache = _take_out(cache, jnp.where(ok, node, NULL), jnp.where(ok, source, 0))
     return cache, CloneResult(kept, jnp.where(ok, source, 0), ok)
+
+
+def _read_anchor(cache: CacheState, match: MatchResult, fields):
+    """Read RECURRENT fields of a match's anchor: ``(cache, node, what it holds)``."""
+    node = jnp.clip(match.best_match_node, ROOT, num_rows(cache.tree.fields) - 1)
+    held = take(cache.tree.fields, fields + ComponentType.RECURRENT, node)
+    cache, held = settle(cache, held)
+    return cache, node, held
+
+
+def _keep_full(cache: CacheState, receipt: IncLockRefResult, ok):
+    """Keep the FULL part of a lock where `ok`, else nothing of it.
+
+    Returns:
+      ``(cache, receipt)`` of what is kept.
+    """
+    # One of the two gives something back; the other sees a receipt of nothing.
+    cache, kept = release_window(cache, _unless(~ok, receipt))
+    cache, _ = dec_lock_ref(cache, _unless(ok, receipt))
+    return cache, kept
 
 
 def _take_out(cache: CacheState, node, slot) -> CacheState:

@@ -132,7 +132,7 @@ def take_planned(cache: CacheState, need, bound: int):
     size, window = config.plan_size, bound
 
     def look(fields, plan, counters):
-        """Look at the next window: its start, its nodes, and how many are due."""
+        """Look at the next window: its nodes that are due, and how many up to each."""
         head = counters[Counter.PLAN_HEAD]
         start = jnp.minimum(head, size - window)
         entries = jax.lax.dynamic_slice(plan, (0, start), (2, window))
