@@ -5,10 +5,10 @@ Every page of the tree has an SWA page, every key a snapshot at its end.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from cases import Alloc, Bench, Case, Evict, Lock
+from ours import cow_clone, values_wanted
 
 import uhrc_fn
 
@@ -32,12 +32,7 @@ class EvictValues(Evict):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.function = functools.partial(uhrc_fn.evict, max_victims=64)
-        tokens, count = np.int32(case.pages * case.page_size), np.int32(case.pages)
-        wanted = uhrc_fn.EvictParams(
-            num_tokens=np.int32(0),
-            swa_num_tokens=tokens if self.config.has_swa else 0,
-            recurrent_num=count if self.config.has_recurrent else 0,
-        )
+        wanted = values_wanted(self.config, case.pages)
         self.arguments = [(wanted,)] * len(self.arguments)
 
 
@@ -56,13 +51,6 @@ class AllocRequest(Alloc):
         slots = _SLOTS if self.config.has_recurrent else 0
         counts = tuple(np.int32(n) for n in (case.pages, swa, slots))
         self.arguments = [counts] * len(self.arguments)
-
-
-def cow_clone(both: Any, match: Any) -> tuple[Any, Any]:
-    """`uhrc_fn.cow_clone` with cache and states as one donated argument."""
-    cache, states = both
-    cache, states, result = uhrc_fn.cow_clone(cache, states, match)
-    return (cache, states), result
 
 
 class Clone(Lock):

@@ -128,6 +128,22 @@ def allocated(
     return cache, np.concatenate(ids)
 
 
+def values_wanted(config: uhrc_fn.CacheConfig, pages: int) -> uhrc_fn.EvictParams:
+    """Evict so many SWA pages, or snapshots, and no FULL page."""
+    return uhrc_fn.EvictParams(
+        num_tokens=np.int32(0),
+        swa_num_tokens=np.int32(pages * config.page_size) if config.has_swa else 0,
+        recurrent_num=np.int32(pages) if config.has_recurrent else 0,
+    )
+
+
+def cow_clone(both: Any, match: Any) -> tuple[Any, Any]:
+    """`uhrc_fn.cow_clone` with cache and states as one donated argument."""
+    cache, states = both
+    cache, states, result = uhrc_fn.cow_clone(cache, states, match)
+    return (cache, states), result
+
+
 class Runner:
     """Call one jitted operation with the cache donated, and keep the new cache."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ours import config_for, insert_params, stack
+from ours import config_for, cow_clone, insert_params, stack, values_wanted
 
 import uhrc_fn
 from uhrc_fn.kernels import track_scatter
@@ -151,20 +151,15 @@ def hybrid_cases(nodes: int) -> list[TpuCase]:
 
 def _values(config: Any, pages: int) -> list[TpuCase]:
     """Evict what stands beside FULL, and allocate all that a request needs."""
-    zero, many = np.int32(0), np.int32(pages)
-    swa, slots = config.has_swa, config.has_recurrent
-    wanted = uhrc_fn.EvictParams(
-        num_tokens=zero,
-        swa_num_tokens=np.int32(pages * config.page_size) if swa else 0,
-        recurrent_num=many if slots else 0,
-    )
+    many, swa, slots = np.int32(pages), config.has_swa, config.has_recurrent
+    wanted = values_wanted(config, pages)
     evict = functools.partial(uhrc_fn.evict, max_victims=pages)
     most = dict(max_pages=pages, max_swa_pages=pages if swa else 1, max_slots=3)
     alloc = functools.partial(uhrc_fn.alloc_request, **most)
     name = "evict_swa" if swa else "evict_slots"
     return [
         _case(name, config, pages, evict, wanted),
-        _case("alloc_request", config, pages, alloc, many, many * swa, zero + slots),
+        _case("alloc_request", config, pages, alloc, many, many * swa, np.int32(slots)),
     ]
 
 
@@ -176,11 +171,6 @@ def _states(config: Any) -> list[TpuCase]:
     key = _key(config, 64)
     match = jax.eval_shape(uhrc_fn.peek_prefix_len, _cache(config), key)
 
-    def clone(both: Any, match: Any) -> Any:
-        cache, states = both
-        cache, states, result = uhrc_fn.cow_clone(cache, states, match)
-        return (cache, states), result
-
     def copy_slots(states: Any, src: Any, dst: Any) -> Any:
         return states.copy_slots(src, dst)
 
@@ -188,7 +178,7 @@ def _states(config: Any) -> list[TpuCase]:
         held = (states.temporal, states.conv)
         return states.replace_buffer(*track_scatter(held, rows, index, mask))
 
-    cases = [_pool_case("cow_clone", 64, 1, clone, (_cache(config), states), match)]
+    cases = [_pool_case("cow_clone", 64, 1, cow_clone, (_cache(config), states), match)]
     for lanes in (1, 8):
         index = np.zeros(lanes, np.int32)
         read = lambda leaf, index=index: leaf.at[index].get()
