@@ -149,6 +149,19 @@ class RequestHarness:
         self.check()
         return request
 
+    def start(self, tokens, written: int, prompt: int | None = None) -> Request:
+        """Admit a request and write so many tokens of its prompt, chunk by chunk."""
+        request = self.admit(tokens, min(prompt or len(tokens), len(tokens)))
+        assert request is not None
+        while request.written < written:
+            count = min(self.chunk(request, 1 << 10), written - request.written)
+            assert self.extend(request, count)
+        return request
+
+    def hit(self, tokens) -> int:
+        """Tokens that a new request would resume from."""
+        return int(numpy(self.match(tokens)).hit_length)
+
     def _window(self, match):
         """The tree's SWA pages that a lock on a match holds, by page."""
         path, value = np.asarray(match.path), np.asarray(self.cache.tree.value)[SWA]

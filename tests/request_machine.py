@@ -47,6 +47,11 @@ def config_of(component: ComponentType, page_size: int) -> CacheConfig:
     )
 
 
+def requests_of(component: ComponentType, page_size: int) -> RequestHarness:
+    """Request tables over such a cache, of 14 pages."""
+    return RequestHarness(config_of(component, page_size))
+
+
 CASES = [(c, size) for c in (FULL, SWA, RECURRENT) for size in (1, 4, 128)]
 
 

@@ -1,10 +1,6 @@
-"""Prompts, caches and requests of the scenarios: few shapes, so that few compile."""
+"""Prompts and caches of the scenarios: few shapes, so that few compile."""
 
-import numpy as np
-from request_harness import Request, RequestHarness
-from request_machine import config_of
-
-from uhrc_fn import CacheConfig, ComponentType
+from uhrc_fn import CacheConfig
 
 WINDOW = CacheConfig(
     components=("FULL", "SWA"),
@@ -25,6 +21,25 @@ SNAPSHOTS = CacheConfig(
 )
 """FULL and RECURRENT, one token a page: a snapshot may stand anywhere."""
 
+WINDOWED = CacheConfig(
+    components=("FULL", "SWA"),
+    page_size=1,
+    num_pages=128,
+    num_swa_pages=128,
+    sliding_window_size=4,
+    max_prefix_pages=32,
+)
+"""`WINDOW` with room for longer prompts and more of them."""
+
+FOUR_SLOTS = CacheConfig(
+    components=("FULL", "RECURRENT"),
+    page_size=1,
+    num_pages=64,
+    num_recurrent_slots=4,
+    max_prefix_pages=32,
+)
+"""`SNAPSHOTS` with longer prompts and too few slots for many of them."""
+
 
 def a(start: int, stop: int) -> list[int]:
     """Tokens of one family."""
@@ -36,21 +51,6 @@ def b(start: int, stop: int) -> list[int]:
     return list(range(2000 + start, 2000 + stop))
 
 
-def requests_of(component: ComponentType, page_size: int) -> RequestHarness:
-    """Request tables over a cache of FULL and `component`, of 14 pages."""
-    return RequestHarness(config_of(component, page_size))
-
-
-def started(h: RequestHarness, tokens, written: int) -> Request:
-    """A request that has written so many tokens of its prompt, chunk by chunk."""
-    request = h.admit(tokens, len(tokens))
-    assert request is not None
-    while request.written < written:
-        count = min(h.chunk(request, 1 << 10), written - request.written)
-        assert h.extend(request, count)
-    return request
-
-
-def hit(h: RequestHarness, tokens) -> int:
-    """Tokens that a new request would resume from."""
-    return int(np.asarray(h.match(tokens).hit_length))
+def c(start: int, stop: int) -> list[int]:
+    """Tokens of a third."""
+    return list(range(3000 + start, 3000 + stop))

@@ -13,7 +13,7 @@ import request_programs as programs
 from harness import ONE_TOKEN, SMALL, Harness, canonical, numpy, pad, same, with_counter
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
 from request_harness import RequestHarness
-from request_machine import config_of
+from request_machine import config_of, requests_of
 from test_reference_recurrent import ONE_TOKEN as RECURRENT_ONE_TOKEN
 from test_reference_recurrent import commit, slots
 
@@ -30,20 +30,6 @@ B = [1, 2, 3, 4, 90, 91, 92, 93]
 C = [51, 52, 53, 54, 55, 56, 57, 58]
 
 
-def requests_of(component, page_size: int) -> RequestHarness:
-    """Pages of 4 tokens have a track interval of 8."""
-    return RequestHarness(config_of(component, page_size))
-
-
-def started(h: RequestHarness, tokens, written: int, prompt: int = 24):
-    request = h.admit(tokens, min(prompt, len(tokens)))
-    assert request is not None
-    while request.written < written:
-        count = min(h.chunk(request, 1 << 10), written - request.written)
-        assert h.extend(request, count)
-    return request
-
-
 @pytest.mark.parametrize("is_live", [True, False], ids=["goes_on", "ends"])
 def test_defect_01_a_key_is_never_shorter_than_its_state(is_live):
     """Defect 1: the first decode step is launched before the prefill is published.
@@ -52,7 +38,7 @@ def test_defect_01_a_key_is_never_shorter_than_its_state(is_live):
     the key of 15 to whole pages and publishes 12 tokens with the state of 16.
     """
     h = requests_of(RECURRENT, 4)
-    request = started(h, TOKENS[:20], written=15, prompt=15)
+    request = h.start(TOKENS[:20], written=15, prompt=15)
     assert h.extend(request, 1) and request.snapshot == 16
     publish = programs.cache_unfinished_req if is_live else programs.cache_finished_req
     row, known = np.int32(request.row), h.key(TOKENS[:15])
@@ -75,7 +61,7 @@ def test_defect_01_a_key_is_never_shorter_than_its_state(is_live):
 def test_defect_02_a_shared_prefix_is_usable_after_it_was_extended():
     """Defect 2: the snapshot at 8 is freed once its leaf has a child; siblings miss."""
     h = requests_of(RECURRENT, 4)
-    first = started(h, TOKENS, written=8)
+    first = h.start(TOKENS, written=8)
     h.publish(first)
     assert h.extend(first, 8)
     h.finish(first)
@@ -106,13 +92,13 @@ def test_defect_03_a_resent_prompt_hits_from_its_second_resend_on():
     """
     h = requests_of(RECURRENT, 1)
     prompt = TOKENS[:6]
-    h.finish(started(h, prompt, written=6))
+    h.finish(h.start(prompt, written=6))
     nodes = int(h.cache.num_live_nodes)
     match = numpy(h.match(prompt[:-1]))
     assert match.hit_length == 0 and match.full_kv_hit_length == 5
     assert match.recurrent_branching_seqlen == len(prompt) - 1
     assert int(h.cache.num_live_nodes) == nodes
-    resent = started(h, prompt, written=5)
+    resent = h.start(prompt, written=5)
     assert resent.hit == 0
     leave_snapshot(h, resent)
     assert h.extend(resent, 1)
@@ -178,8 +164,8 @@ def test_defect_05_what_admission_counts_can_be_had():
 def test_defect_06_a_failed_extension_leaves_the_page_that_is_being_filled():
     """Defect 6: short of SWA pages, the rollback frees the caller's partial page."""
     h = requests_of(SWA, 4)
-    request = started(h, TOKENS, written=6)
-    started(h, OTHERS, written=24)
+    request = h.start(TOKENS, written=6)
+    h.start(OTHERS, written=24)
     assert h.room(SWA) == 1
     tables, before = numpy(h.tables), canonical(h.cache)
     assert not h.extend(request, 10)  # two pages
@@ -232,8 +218,8 @@ def test_defect_09_a_probe_or_a_diverging_match_protects_nothing_it_did_not_hit(
 def test_defect_10_a_running_request_gets_no_further_than_its_own_state():
     """Defect 10: re-matching FULL alone finds another's longer prefix, and skips on."""
     h = requests_of(RECURRENT, 4)
-    request = started(h, TOKENS, written=8)
-    h.finish(started(h, TOKENS, written=24))
+    request = h.start(TOKENS, written=8)
+    h.finish(h.start(TOKENS, written=24))
     assert h.in_tree(FULL) == 24 // 4
     h.publish(request)
     assert request.shared == int(h.tables.protected_length[request.row]) == 8

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness_hybrid import HybridHarness
-from request_harness import FULL, RECURRENT, Request, RequestHarness
+from request_harness import FULL, RECURRENT, RequestHarness
 from request_machine import config_of
 from test_reference_recurrent import EXTRA, ONE_TOKEN, commit, slots
 
@@ -27,15 +27,6 @@ CAP_8 = config_of(RECURRENT, SIZE)
 """A boundary every 8 tokens: 12 written tokens are capped to 8."""
 CAP_0 = dataclasses.replace(CAP_8, recurrent_track_interval=16)
 """A boundary every 16 tokens: of 12 written tokens none can be cached."""
-
-
-def running(h: RequestHarness, written: int, tokens=TOKENS) -> Request:
-    request = h.admit(tokens, len(tokens))
-    assert request is not None
-    while request.written < written:
-        chunk = min(h.chunk(request, 1 << 10), written - request.written)
-        assert h.extend(request, chunk)
-    return request
 
 
 def tokens_of(h: RequestHarness) -> tuple[int, int, int]:
@@ -53,7 +44,7 @@ ALL = SIZE * NO_CAP.num_pages  # 56
 
 def test_cache_unfinished_then_finished_equivalence():
     h = RequestHarness(NO_CAP)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     h.publish(request)
     assert tokens_of(h) == (ALL - 12, 0, 12)
     assert int(h.tables.protected_length[request.row]) == 12
@@ -65,14 +56,14 @@ def test_cache_unfinished_then_finished_equivalence():
 @pytest.mark.parametrize("is_finished", [False, True], ids=["unfinished", "finished"])
 def test_no_op_equivalence_inserts_full_length(is_finished):
     h = RequestHarness(NO_CAP)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     result = h.finish(request) if is_finished else h.publish(request)
     assert result.inserted_len == 12 and h.in_tree(FULL) * SIZE == 12
 
 
 def test_truncation_caps_inserted_key_unfinished_keeps_tail():
     h = RequestHarness(CAP_8)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     before, free = h.table(request), h.free(FULL)
     assert h.publish(request).inserted_len == 8
     assert tokens_of(h)[1:] == (0, 8)
@@ -83,7 +74,7 @@ def test_truncation_caps_inserted_key_unfinished_keeps_tail():
 
 def test_truncation_caps_inserted_key_and_frees_tail_finished():
     h = RequestHarness(CAP_8)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     free = h.free(FULL)
     assert h.finish(request).inserted_len == 8
     assert tokens_of(h)[1:] == (8, 0)
@@ -92,7 +83,7 @@ def test_truncation_caps_inserted_key_and_frees_tail_finished():
 
 def test_skip_insert_on_zero_unfinished():
     h = RequestHarness(CAP_0)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     before = h.table(request)
     assert h.publish(request).inserted_len == 0
     assert h.in_tree(FULL) == 0 and request.receipt.anchor == 0
@@ -109,7 +100,7 @@ def test_skip_insert_on_zero_unfinished_preserves_protected_prefix():
     seed.branching = 4  # a snapshot there, by a cut at a branching length
     assert h.extend(seed, 4)
     h.finish(seed)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     assert request.hit == 4
     assert h.publish(request).inserted_len == 0
     assert tokens_of(h)[1:] == (0, 4)
@@ -121,7 +112,7 @@ def test_skip_insert_on_zero_unfinished_preserves_protected_prefix():
 
 def test_skip_insert_on_zero_finished():
     h = RequestHarness(CAP_0)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     free = h.free(FULL)
     assert h.finish(request).inserted_len == 0
     assert (h.free(FULL) - free) * SIZE == 12
@@ -129,7 +120,7 @@ def test_skip_insert_on_zero_finished():
 
 def test_zero_cache_len_skip_then_continuation_extends_without_overlap():
     h = RequestHarness(CAP_0)
-    request = running(h, written=12)
+    request = h.start(TOKENS, written=12)
     h.publish(request)
     first = h.table(request)
     assert h.extend(request, 3)

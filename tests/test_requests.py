@@ -11,7 +11,7 @@ import pytest
 import request_programs as programs
 from harness import canonical, numpy, same
 from request_harness import FULL, RECURRENT, SWA, RequestHarness
-from request_machine import config_of
+from request_machine import requests_of
 
 import uhrc_fn as u
 from uhrc_fn import MatchPrefixParams, Status
@@ -23,19 +23,10 @@ OTHERS = TOKENS + 100
 THIRD = TOKENS + 200
 
 
-def harness(component, page_size: int) -> RequestHarness:
-    return RequestHarness(config_of(component, page_size))
-
-
 def started(h: RequestHarness, tokens=TOKENS, written: int = 0, prompt: int = 24):
     """A request that has written so many tokens, chunk by chunk."""
-    tokens = tokens[: h.config.max_prefix_pages * h.config.page_size]
-    request = h.admit(tokens, min(prompt, len(tokens)))
-    assert request is not None
-    while request.written < written:
-        count = min(h.chunk(request, 1 << 10), written - request.written)
-        assert h.extend(request, count)
-    return request
+    room = h.config.max_prefix_pages * h.config.page_size
+    return h.start(tokens[:room], written, prompt)
 
 
 def served(h: RequestHarness, tokens=TOKENS, written: int = 8) -> None:
@@ -43,35 +34,31 @@ def served(h: RequestHarness, tokens=TOKENS, written: int = 8) -> None:
     h.finish(started(h, tokens, written))
 
 
-def hit(h: RequestHarness, tokens) -> int:
-    return int(numpy(h.match(tokens)).hit_length)
-
-
 # Finish.
 
 
 def test_a_finish_publishes_the_tokens_that_are_written_and_no_more():
     """It fails if finish publishes the last, sampled token: its KV is not there."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     request = started(h, written=3, prompt=3)
     for _ in range(2):  # three tokens of output, the last of them only sampled
         assert h.extend(request, 1)
     result = h.finish(request)
     assert int(result.inserted_len) == 3 + 3 - 1 and result.recurrent_committed
-    assert hit(h, TOKENS[:6]) == 5
+    assert h.hit(TOKENS[:6]) == 5
 
 
 def test_a_finish_publishes_whole_pages_of_what_is_written():
     """It fails if a page counts as written because it has a token."""
-    h = harness(FULL, 4)
+    h = requests_of(FULL, 4)
     result = h.finish(started(h, written=11))
-    assert int(result.inserted_len) == hit(h, TOKENS) == 8
+    assert int(result.inserted_len) == h.hit(TOKENS) == 8
     assert h.free(FULL) == h.config.num_pages - 2
 
 
 def test_a_finish_with_track_slots_publishes_up_to_its_snapshot():
     """It fails if pages past the snapshot go in, or a track slot is lost."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     result = h.finish(started(h, written=14))
     assert int(result.inserted_len) == 8 and result.recurrent_committed
     assert (h.in_tree(FULL), h.in_tree(RECURRENT)) == (2, 1)
@@ -80,7 +67,7 @@ def test_a_finish_with_track_slots_publishes_up_to_its_snapshot():
 
 def test_a_finish_before_the_first_snapshot_publishes_nothing():
     """It fails if a prefix goes in that no later request could resume from."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     result = h.finish(started(h, written=7))
     assert int(result.inserted_len) == h.in_tree(FULL) == 0
 
@@ -91,7 +78,7 @@ def test_a_finish_before_the_first_snapshot_publishes_nothing():
 @pytest.mark.parametrize(("component", "size"), [(FULL, 4), (SWA, 4), (RECURRENT, 1)])
 def test_a_duplicate_finish_frees_its_copies(component, size):
     """It fails if the copies are kept, or the tree's own pages freed."""
-    h = harness(component, size)
+    h = requests_of(component, size)
     first, second = (started(h, written=2 * size) for _ in range(2))
     h.finish(first)
     before = canonical(h.cache)["value"]
@@ -107,7 +94,7 @@ def test_a_duplicate_finish_frees_its_copies(component, size):
 @pytest.mark.parametrize("component", [FULL, SWA])
 def test_a_duplicate_that_runs_on_points_at_the_trees_pages(component):
     """It fails if its table keeps the copies that were freed."""
-    h = harness(component, 4)
+    h = requests_of(component, 4)
     first, second = (started(h, written=9) for _ in range(2))
     h.publish(first)
     old = h.table(second)
@@ -120,7 +107,7 @@ def test_a_duplicate_that_runs_on_points_at_the_trees_pages(component):
 
 def test_a_duplicate_snapshot_of_a_running_request_is_freed():
     """It fails if the slot that the tree did not take has no owner any more."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     first, second = (started(h, written=8) for _ in range(2))
     assert h.publish(first).recurrent_committed
     result = h.publish(second)
@@ -134,7 +121,7 @@ def test_a_duplicate_snapshot_of_a_running_request_is_freed():
 @pytest.mark.parametrize("component", [FULL, SWA])
 def test_the_unaligned_tail_stays_while_it_runs_and_is_freed_once(component):
     """It fails if publishing frees or adopts the page that is not full."""
-    h = harness(component, 4)
+    h = requests_of(component, 4)
     request = started(h, written=6)
     tail = h.table(request)[1]
     h.publish(request)
@@ -151,19 +138,19 @@ def test_the_unaligned_tail_stays_while_it_runs_and_is_freed_once(component):
 @pytest.mark.parametrize(("component", "size"), [(FULL, 4), (SWA, 4), (RECURRENT, 4)])
 def test_an_abort_publishes_nothing_and_leaves_what_was_published(component, size):
     """It fails if an abort inserts, or takes back what another may share."""
-    h = harness(component, size)
+    h = requests_of(component, size)
     request = started(h, written=8)
     h.publish(request)
     assert h.extend(request, 6)
     h.abort(request)
-    assert h.in_tree(FULL) == 2 and hit(h, TOKENS) == 8
+    assert h.in_tree(FULL) == 2 and h.hit(TOKENS) == 8
     assert h.free(FULL) == h.config.num_pages - 2
     assert not h.cache.protected.any()
 
 
 def test_a_retracted_request_matches_anew_what_it_had_published():
     """It fails if a retract loses the published prefix, or resumes past it."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     request = started(h, written=8)
     h.publish(request)
     assert h.extend(request, 6)
@@ -179,7 +166,7 @@ def test_a_retracted_request_matches_anew_what_it_had_published():
 @pytest.mark.parametrize("component", [FULL, SWA])
 def test_the_lock_moves_from_the_old_anchor_to_the_new(component):
     """It fails if the old lock stays, or what is published is not locked."""
-    h = harness(component, 4)
+    h = requests_of(component, 4)
     request = started(h, written=4)
     serials = [int(request.receipt.serial)]
     for shared in (1, 3):
@@ -198,7 +185,7 @@ def test_the_lock_moves_from_the_old_anchor_to_the_new(component):
 
 def test_every_receipt_may_be_in_use_while_locks_move():
     """It fails if a lock is taken before the old one is given back."""
-    h = harness(FULL, 4)
+    h = requests_of(FULL, 4)
     requests = [started(h, TOKENS + 100 * k, written=4) for k in range(4)]
     assert h.config.max_live_receipts == len(requests)
     for request in requests:
@@ -208,7 +195,7 @@ def test_every_receipt_may_be_in_use_while_locks_move():
 
 def test_a_request_that_has_nothing_to_publish_keeps_its_lock():
     """It fails if the lock moves to the root, and the prefix can be evicted."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     served(h, written=8)
     request = started(h, written=10)
     assert request.hit == 8
@@ -222,7 +209,7 @@ def test_a_request_that_has_nothing_to_publish_keeps_its_lock():
 
 def test_without_a_slot_in_exchange_a_running_request_tries_again_later():
     """It fails if the snapshot is given away for nothing, or forgotten."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     request = started(h, written=8)
     h.set_slots_aside(h.config.num_recurrent_slots - 3)
     before = numpy(h.tables)
@@ -237,13 +224,13 @@ def test_without_a_slot_in_exchange_a_running_request_tries_again_later():
 
 def test_the_slot_in_exchange_may_be_evicted():
     """It fails if only free slots can stand in."""
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     served(h, OTHERS)
     request = started(h, written=8)
     h.set_slots_aside(h.config.num_recurrent_slots - 3 - 1)
     assert h.free(RECURRENT) == 0
     assert h.publish(request).recurrent_committed
-    assert h.in_tree(RECURRENT) == 1 and hit(h, OTHERS) == 0 and hit(h, TOKENS) == 8
+    assert h.in_tree(RECURRENT) == 1 and h.hit(OTHERS) == 0 and h.hit(TOKENS) == 8
 
 
 # Clones.
@@ -264,7 +251,7 @@ def clone_fails(h: RequestHarness, match, trouble: Status) -> None:
 
 def test_a_clone_of_a_snapshot_that_is_gone_is_refused():
     """It fails if a slot is copied that may be another's by now."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, written=5)
     match = h.match(TOKENS[:6])
     assert h.evict(slots=9)[2] == 1
@@ -273,7 +260,7 @@ def test_a_clone_of_a_snapshot_that_is_gone_is_refused():
 
 def test_a_clone_by_a_stale_match_is_refused():
     """It fails if the node's generation is not asked."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, written=5)
     match = h.match(TOKENS[:6])
     h.evict(pages=9)
@@ -282,7 +269,7 @@ def test_a_clone_by_a_stale_match_is_refused():
 
 def test_a_clone_without_a_slot_is_refused():
     """It fails if its own source is evicted for it, or a lock is left."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, written=5)
     match = h.match(TOKENS[:6])
     h.set_slots_aside(h.free(RECURRENT))
@@ -292,19 +279,19 @@ def test_a_clone_without_a_slot_is_refused():
 
 def test_a_clone_evicts_another_snapshot_for_its_slot():
     """It fails if the source goes, though it was used last."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, TOKENS, written=5)
     served(h, OTHERS, written=5)
     match = h.match(TOKENS[:6])
     h.set_slots_aside(h.free(RECURRENT))
     request = h.admit(TOKENS[:6], 6, match=match)
     assert request.hit == 5
-    assert h.in_tree(RECURRENT) == 1 and hit(h, OTHERS) == 0
+    assert h.in_tree(RECURRENT) == 1 and h.hit(OTHERS) == 0
 
 
 def test_after_the_clone_its_source_can_be_evicted_and_full_stays():
     """It fails if the clone's REC lock stays, or its FULL lock goes."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, written=5)
     request = h.admit(TOKENS[:6], 6)
     assert request.hit == 5 and h.cache.protected.tolist() == [5, 0, 0]
@@ -327,7 +314,7 @@ def refused(h: RequestHarness, trouble: Status, **wanted) -> None:
 
 
 def test_a_request_gets_all_or_none_where_pages_are_short():
-    h = harness(SWA, 4)
+    h = requests_of(SWA, 4)
     served(h, THIRD, written=8)
     for tokens in (TOKENS, OTHERS):
         h.slide(started(h, tokens, written=20))
@@ -336,7 +323,7 @@ def test_a_request_gets_all_or_none_where_pages_are_short():
 
 
 def test_a_request_gets_all_or_none_where_swa_pages_are_short():
-    h = harness(SWA, 4)
+    h = requests_of(SWA, 4)
     served(h, THIRD, written=8)
     started(h, written=16)
     assert (h.room(FULL), h.room(SWA)) == (10, 5)
@@ -344,7 +331,7 @@ def test_a_request_gets_all_or_none_where_swa_pages_are_short():
 
 
 def test_a_request_gets_all_or_none_where_slots_are_short():
-    h = harness(RECURRENT, 4)
+    h = requests_of(RECURRENT, 4)
     served(h, THIRD, written=8)
     h.set_slots_aside(h.config.num_recurrent_slots - 1)
     served_pages = h.in_tree(FULL)
@@ -353,7 +340,7 @@ def test_a_request_gets_all_or_none_where_slots_are_short():
 
 
 def test_everything_that_is_short_is_named():
-    h = harness(SWA, 4)
+    h = requests_of(SWA, 4)
     served(h, THIRD, written=8)
     for tokens in (TOKENS, OTHERS):
         h.slide(started(h, tokens, written=20))
@@ -366,7 +353,7 @@ def test_everything_that_is_short_is_named():
 
 def test_a_page_that_the_tree_let_go_is_not_offered_again():
     """It fails if a table's old ids are offered: here they are another request's."""
-    h = harness(SWA, 4)
+    h = requests_of(SWA, 4)
     first = started(h, written=20)
     h.publish(first)
     assert h.evict(swa_pages=3)[1] == 12
@@ -383,7 +370,7 @@ def test_a_page_that_the_tree_let_go_is_not_offered_again():
 @pytest.mark.parametrize(("component", "size"), [(FULL, 4), (SWA, 4), (RECURRENT, 4)])
 def test_a_padded_lane_changes_nothing(component, size):
     """It fails if row 0 frees, inserts or takes a row of the ledger."""
-    h = harness(component, size)
+    h = requests_of(component, size)
     request = started(h, written=8)
     nothing = jax.tree.map(jnp.zeros_like, request.receipt)
     nothing = u.IncLockRefResult(path=nothing.path + NULL, scalars=nothing.scalars)
@@ -419,7 +406,7 @@ def sources(h: RequestHarness, prompts):
 
 def test_cow_sources_are_always_an_int32_array_with_0_for_none():
     """The reference's rows all_zero, mixed and all_nonzero."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, TOKENS, written=5)
     first, second = TOKENS[:6], OTHERS[:6]
     (slot,) = set(np.asarray(h.cache.tree.value)[RECURRENT].tolist()) - {NULL}
@@ -431,7 +418,7 @@ def test_cow_sources_are_always_an_int32_array_with_0_for_none():
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_sources_of_0_and_no_lanes_at_all_copy_nothing(lanes):
     """The reference's rows all_zero and empty, at the copy."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     served(h, written=5)
     zeros = jnp.zeros((lanes,), jnp.int32)
     copied = h.states.copy_slots(zeros, zeros + 3)
@@ -440,7 +427,7 @@ def test_sources_of_0_and_no_lanes_at_all_copy_nothing(lanes):
 
 def test_a_running_request_asks_full_alone_and_a_new_one_all_components():
     """The reference's rows full_only_no_clone and clones_and_matches_all_components."""
-    h = harness(RECURRENT, 1)
+    h = requests_of(RECURRENT, 1)
     request = started(h, written=3)
     h.publish(request)
     lock = numpy(h.cache).tree.lock_ref

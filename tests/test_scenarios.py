@@ -16,20 +16,13 @@ from harness import (
     ring_ids,
     same,
 )
+from scenario_caches import a, b
 
 import uhrc_fn
 from uhrc_fn import CacheConfig, InsertParams, Status
 from uhrc_fn.state import Ring
 
 THREE_TOKENS = CacheConfig(page_size=3, num_pages=8, max_prefix_pages=2)
-
-
-def a(start: int, stop: int) -> list[int]:
-    return list(range(1000 + start, 1000 + stop))
-
-
-def b(start: int, stop: int) -> list[int]:
-    return list(range(2000 + start, 2000 + stop))
 
 
 def test_B04_a_lock_holds_the_node_it_was_taken_on():

@@ -15,37 +15,13 @@ import request_programs as programs
 from harness import ONE_TOKEN, SMALL, Harness, numpy, row, same, stack
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
 from jax.sharding import AxisType, PartitionSpec
+from scenario_caches import FOUR_SLOTS, WINDOWED, a
 from toy_engine import ToyEngine
 
 import uhrc_fn as u
 from uhrc_fn import CacheConfig, InsertParams, MatchPrefixParams, Status
 from uhrc_fn.ops.hashing import chain_hashes
 from uhrc_fn.pools.sizing import budget_slots
-
-WINDOWED = CacheConfig(
-    components=("FULL", "SWA"),
-    page_size=1,
-    num_pages=128,
-    num_swa_pages=128,
-    sliding_window_size=4,
-    max_prefix_pages=32,
-)
-SNAPSHOTS = CacheConfig(
-    components=("FULL", "RECURRENT"),
-    page_size=1,
-    num_pages=64,
-    num_recurrent_slots=4,
-    max_prefix_pages=32,
-)
-
-
-def a(start: int, stop: int) -> list[int]:
-    return list(range(1000 + start, 1000 + stop))
-
-
-def b(start: int, stop: int) -> list[int]:
-    return list(range(2000 + start, 2000 + stop))
-
 
 # Keys, isolation, collisions.
 
@@ -241,7 +217,7 @@ def test_B69_pools_are_split_once_and_each_makes_room_in_itself():
     alone, though the tree is full of pages that nobody uses.
     """
     assert "makes room in its own pool" in " ".join((CacheConfig.__doc__ or "").split())
-    cache = HybridHarness(SNAPSHOTS)
+    cache = HybridHarness(FOUR_SLOTS)
     for k in range(4):
         cache.publish([*range(100 * k, 100 * k + 8)])
     assert len(cache.in_tree(FULL)) == 32 and len(cache.in_tree(RECURRENT)) == 4
@@ -290,7 +266,7 @@ OF_COMPONENT = {
     "lost SWA": SWA,
     "lost RECURRENT": RECURRENT,
 }
-SETS = {"FULL": ONE_TOKEN, "SWA": WINDOWED, "RECURRENT": SNAPSHOTS}
+SETS = {"FULL": ONE_TOKEN, "SWA": WINDOWED, "RECURRENT": FOUR_SLOTS}
 
 
 @pytest.mark.parametrize("record", FIELDS, ids=lambda x: x.__name__)

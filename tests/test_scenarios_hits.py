@@ -16,8 +16,8 @@ import pytest
 from harness import node_keys, numpy, ring_ids, same
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
 from op_cases import op_cases
-from request_harness import RequestHarness
-from request_machine import config_of
+from request_machine import requests_of
+from scenario_caches import FOUR_SLOTS, WINDOWED, a, b, c
 from test_loop_free import LOOPS, asks_once, equations
 
 import uhrc_fn
@@ -28,34 +28,6 @@ from uhrc_fn.replay.engine import replay
 from uhrc_fn.replay.hybrid import Hybrid
 from uhrc_fn.state import Ring
 from uhrc_fn.tree_arrays import NULL
-
-WINDOWED = CacheConfig(
-    components=("FULL", "SWA"),
-    page_size=1,
-    num_pages=128,
-    num_swa_pages=128,
-    sliding_window_size=4,
-    max_prefix_pages=32,
-)
-SNAPSHOTS = CacheConfig(
-    components=("FULL", "RECURRENT"),
-    page_size=1,
-    num_pages=64,
-    num_recurrent_slots=4,
-    max_prefix_pages=32,
-)
-
-
-def a(start: int, stop: int) -> list[int]:
-    return list(range(1000 + start, 1000 + stop))
-
-
-def b(start: int, stop: int) -> list[int]:
-    return list(range(2000 + start, 2000 + stop))
-
-
-def c(start: int, stop: int) -> list[int]:
-    return list(range(3000 + start, 3000 + stop))
 
 
 def live(cache: HybridHarness, tokens, component=SWA) -> list[int]:
@@ -228,7 +200,7 @@ def test_B32_the_cost_of_a_victim_knows_no_number_of_leaves():
     assert len(counts) == 1
 
 
-@pytest.mark.parametrize("config", [WINDOWED, SNAPSHOTS], ids=["SWA", "RECURRENT"])
+@pytest.mark.parametrize("config", [WINDOWED, FOUR_SLOTS], ids=["SWA", "RECURRENT"])
 def test_B33_a_probe_of_a_hybrid_cache_changes_no_bit(config):
     """Fault: a peek leaves out what a match asks of the other component."""
     cache = HybridHarness(config)
@@ -346,7 +318,7 @@ def test_B35_an_idle_window_outlives_all_that_lies_outside_of_windows():
 
 def test_B37_a_shorter_prefix_says_what_it_lacks_and_takes_a_snapshot():
     """Fault: an internal node refuses a snapshot."""
-    cache = HybridHarness(SNAPSHOTS)
+    cache = HybridHarness(FOUR_SLOTS)
     cache.publish(a(0, 3))
     assert lengths(cache.match(a(0, 2))) == (0, 2, 2)
     assert cache.publish(a(0, 2)).recurrent_committed
@@ -360,7 +332,7 @@ def test_B38_more_snapshots_than_slots_cost_hits_and_say_how_many():
     No policy keeps a checkpoint near the fork, so that the first to come back there
     gets 0 of 8; its own snapshot then serves the next.
     """
-    cache = HybridHarness(SNAPSHOTS)
+    cache = HybridHarness(FOUR_SLOTS)
     for length in range(4, 33, 4):
         assert cache.publish(a(0, length)).recurrent_committed
     assert live(cache, a(0, 32), RECURRENT) == [19, 23, 27, 31]
@@ -380,7 +352,7 @@ def test_B39_a_checkpoint_at_the_branch_serves_whoever_parts_there_next():
 
     Grid 8, pages of 4: 2.8 grids are 22 tokens, of which five pages are shared.
     """
-    h = RequestHarness(config_of(RECURRENT, 4))
+    h = requests_of(RECURRENT, 4)
     shared = np.arange(1, 25, dtype=np.int32)
     prompts = [np.r_[shared[:22], [100 * k, 100 * k + 1]] for k in (1, 2, 3)]
 
@@ -447,7 +419,7 @@ def test_B43_a_grid_that_no_key_reaches_is_refused_when_it_is_built():
 @pytest.mark.parametrize("component", [FULL, SWA, RECURRENT], ids=lambda x: x.name)
 def test_B44_what_was_not_published_is_used_again_before_anything_cached(component):
     """Fault: an allocation evicts all that it wants, not what is short."""
-    h = RequestHarness(config_of(component, 4))
+    h = requests_of(component, 4)
     tokens = np.arange(1, 25, dtype=np.int32)
 
     def serve(tokens, count: int):
@@ -475,7 +447,7 @@ def test_B45_victims_of_each_component_do_not_depend_on_when_entries_are_freed(
     """Fault: victims are ordered by the ids of what they hold."""
     orders = []
     for is_deferred in (False, True):
-        cache = HybridHarness(WINDOWED if component == SWA else SNAPSHOTS)
+        cache = HybridHarness(WINDOWED if component == SWA else FOUR_SLOTS)
         if component == SWA:  # so few that freed pages come round
             for count in (32, 32, 32, 10):
                 cache.take(SWA, count)

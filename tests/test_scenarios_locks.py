@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from harness import EVERYTHING
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
+from request_machine import requests_of
 from scenario_caches import (
     SNAPSHOTS,
     WINDOW,
     a,
     b,
-    hit,
-    requests_of,
-    started,
 )
 
 from uhrc_fn.tree_arrays import NULL
@@ -129,9 +127,9 @@ def test_B08_the_slot_of_a_clone_comes_back_when_admission_fails():
     Other users hold all slots but two: a snapshot's and the one for its clone.
     """
     h = requests_of(RECURRENT, 1)
-    h.finish(started(h, a(0, 6), written=5))
-    started(h, b(0, 6), written=6)
-    started(h, b(6, 12), written=3)
+    h.finish(h.start(a(0, 6), written=5))
+    h.start(b(0, 6), written=6)
+    h.start(b(6, 12), written=3)
     h.set_slots_aside(2)
     assert (h.free(RECURRENT), h.in_tree(RECURRENT), h.free(FULL)) == (1, 1, 0)
     for _ in range(2):  # a leak of one would leave nothing for the second
@@ -141,6 +139,6 @@ def test_B08_the_slot_of_a_clone_comes_back_when_admission_fails():
         assert not h.extend(request, 1)
         h.abort(request)
         assert (h.free(RECURRENT), h.in_tree(RECURRENT)) == (1, 1)
-    assert hit(h, a(0, 6)) == 5
+    assert h.hit(a(0, 6)) == 5
     held = np.asarray(h.cache.tree.value)[RECURRENT]
     assert np.count_nonzero(held != NULL) == 1

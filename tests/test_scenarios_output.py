@@ -12,7 +12,8 @@ import request_programs as programs
 from harness import node_keys, numpy, pad, same
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
 from request_harness import RequestHarness
-from request_machine import config_of
+from request_machine import config_of, requests_of
+from scenario_caches import FOUR_SLOTS, WINDOWED, a, b
 from toy_engine import CHUNK, INTERVAL, ToyEngine, forward_and_publish, init_params
 from toy_engine import reference as recompute
 
@@ -20,30 +21,6 @@ import uhrc_fn as u
 from uhrc_fn import CacheConfig, Status
 from uhrc_fn.pools.tracking import Outcome, TrackSlots, plan_donation
 from uhrc_fn.tree_arrays import NULL
-
-WINDOWED = CacheConfig(
-    components=("FULL", "SWA"),
-    page_size=1,
-    num_pages=128,
-    num_swa_pages=128,
-    sliding_window_size=4,
-    max_prefix_pages=32,
-)
-SNAPSHOTS = CacheConfig(
-    components=("FULL", "RECURRENT"),
-    page_size=1,
-    num_pages=64,
-    num_recurrent_slots=4,
-    max_prefix_pages=32,
-)
-
-
-def a(start: int, stop: int) -> list[int]:
-    return list(range(1000 + start, 1000 + stop))
-
-
-def b(start: int, stop: int) -> list[int]:
-    return list(range(2000 + start, 2000 + stop))
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -69,7 +46,7 @@ def short_of_swa() -> HybridHarness:
 
 def short_of_snapshots() -> HybridHarness:
     """FULL has 12 tokens, a snapshot stands at 8."""
-    cache = HybridHarness(SNAPSHOTS)
+    cache = HybridHarness(FOUR_SLOTS)
     cache.publish(a(0, 8))
     cache.publish(a(0, 12), has_slot=False)
     return cache
@@ -116,7 +93,7 @@ def joint_length(cache: HybridHarness, tokens) -> int:
     return best
 
 
-@pytest.mark.parametrize("config", [WINDOWED, SNAPSHOTS], ids=["SWA", "RECURRENT"])
+@pytest.mark.parametrize("config", [WINDOWED, FOUR_SLOTS], ids=["SWA", "RECURRENT"])
 def test_B54_the_length_that_an_engine_sees_is_the_joint_one(config):
     """Fault: the API gives the longest length of a component, not the joint one.
 
@@ -394,7 +371,7 @@ def test_B53_only_what_is_written_is_published():
     match = engine.match(tokens)
     assert match.hit_length == match.full_kv_hit_length == 8
     # Without snapshots to stop at, a page is published once it is written to its end.
-    h = RequestHarness(config_of(FULL, 4))
+    h = requests_of(FULL, 4)
     prompt = np.arange(1, 25, dtype=np.int32)
     request = h.admit(prompt, 24)
     assert request is not None and h.extend(request, 9)

@@ -10,7 +10,8 @@ import request_programs as programs
 from harness import EVERYTHING, canonical, numpy, pad, same
 from harness_hybrid import FULL, RECURRENT, SWA, HybridHarness
 from request_harness import Request, RequestHarness
-from scenario_caches import WINDOW, a, b, hit, requests_of, started
+from request_machine import requests_of
+from scenario_caches import WINDOW, a, b
 
 from uhrc_fn import Status
 from uhrc_fn.jitted import dec_lock_ref
@@ -120,7 +121,7 @@ def test_B15_pages_reserved_past_the_written_length_are_neither_published_nor_lo
         assert request.shared == request.written // 4 * 4
     h.finish(request)
     assert (h.free(FULL), h.in_tree(FULL)) == (14 - 4, 4)
-    assert hit(h, a(0, 24)) == 16
+    assert h.hit(a(0, 24)) == 16
 
 
 def test_B16_pages_before_the_window_are_not_taken_as_live():
@@ -181,10 +182,10 @@ def test_B18_pages_may_go_by_the_length_that_is_published():
 def test_B18_a_publication_cut_to_its_snapshot_is_served_to_its_end():
     """Fault: the key is not cut to the snapshot: FULL takes pages, and none can hit."""
     h = requests_of(RECURRENT, 4)
-    request = started(h, a(0, 16), written=14)
+    request = h.start(a(0, 16), written=14)
     assert h.publish(request).inserted_len == 8
     assert (h.in_tree(FULL), h.in_tree(RECURRENT)) == (2, 1)
-    assert hit(h, a(0, 16)) == 8
+    assert h.hit(a(0, 16)) == 8
     assert h.free(FULL) == 14 - 4
     h.finish(request)
     assert h.free(FULL) == 14 - 2
@@ -206,7 +207,7 @@ def test_B21_the_tail_of_unaligned_chunks_is_freed_once(component):
     With track slots only the snapshot of 8 tokens is published, at the second chunk.
     """
     h = requests_of(component, 4)
-    request = started(h, a(0, 16), written=6)
+    request = h.start(a(0, 16), written=6)
     h.publish(request)
     tail = h.table(request)[1]
     while request.written < 11:
@@ -255,7 +256,7 @@ def test_B24_publishing_twice_changes_nothing_and_moves_the_lock_once(component)
     lock is taken and the old one not given back.
     """
     h = requests_of(component, 4)
-    request = started(h, a(0, 16), written=10)
+    request = h.start(a(0, 16), written=10)
     h.publish(request)
     first, tail = request.receipt, h.table(request)[2]
     before, tables = canonical(h.cache), numpy(h.tables)
@@ -288,7 +289,7 @@ def test_B25_a_prefill_longer_than_the_pool_slides_and_is_swept_once(is_publishe
     another. What is published goes by eviction, as the tree's pages outside a window.
     """
     h = requests_of(SWA, 4)
-    other = started(h, b(0, 20), written=20)
+    other = h.start(b(0, 20), written=20)
     request = h.admit(a(0, 24), 24)
     assert request is not None
     while request.written < 24:
@@ -301,6 +302,6 @@ def test_B25_a_prefill_longer_than_the_pool_slides_and_is_swept_once(is_publishe
     assert h.free(SWA) == 0
     h.finish(request)
     assert (h.free(SWA), h.in_tree(SWA)) == (0, 4)
-    assert hit(h, a(0, 24)) == 24
+    assert h.hit(a(0, 24)) == 24
     h.abort(other)
     assert (h.free(SWA), h.in_tree(SWA)) == (5, 4)
