@@ -6,6 +6,8 @@ A gather writes the rows to memory and a scatter reads them back, which halves t
 bandwidth. A piece of a row never leaves the cache on its way.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -18,29 +20,34 @@ def copy_slots(buffers: list[jax.Array], src: jax.Array, dst: jax.Array):
 
 
 def _copy_rows(buffer, src, dst):
-    rows = buffer.shape[0]
-    pieces = num_pieces(buffer.size // rows, buffer.dtype.itemsize)
+    # Pieces are cut along the axes as they are: in a buffer of another shape XLA may
+    # choose another layout, and copy all of it twice.
+    piece = piece_shape(buffer.shape[1:], buffer.dtype.itemsize)
+    grid = [whole // part for whole, part in zip(buffer.shape[1:], piece, strict=True)]
+    number = jnp.arange(math.prod(grid), dtype=dst.dtype)[None]
     # A lane that copies nothing copies the dummy's first piece onto itself.
-    piece = jnp.arange(pieces, dtype=dst.dtype)[None]
-    piece = jnp.where((dst > 0)[:, None], piece, 0)
-    place = lambda slot: (slot[:, None] * pieces + piece).reshape(-1)
-    steps = place(jnp.where(dst > 0, src, 0)), place(dst)
-    zero = jnp.zeros((), dst.dtype)
+    number = jnp.where((dst > 0)[:, None], number, 0).reshape(-1)
+    each = lambda lanes: jnp.repeat(lanes, math.prod(grid))
+    corner = [
+        place * part
+        for place, part in zip(jnp.unravel_index(number, grid), piece, strict=True)
+    ]
 
-    def copy_piece(split, step):
-        read, write = step
-        moved = jax.lax.dynamic_slice(split, (read, zero), (1, split.shape[1]))
-        return jax.lax.dynamic_update_slice(split, moved, (write, zero)), None
+    def copy_piece(buffer, step):
+        read, write, corner = step
+        moved = jax.lax.dynamic_slice(buffer, (read, *corner), (1, *piece))
+        return jax.lax.dynamic_update_slice(buffer, moved, (write, *corner)), None
 
-    # In and out by way of a vector: where an axis is 1, XLA would change the layout,
-    # and copy.
-    split = jax.lax.optimization_barrier(buffer.reshape(-1)).reshape(rows * pieces, -1)
-    split = jax.lax.scan(copy_piece, split, steps)[0]
-    return jax.lax.optimization_barrier(split.reshape(-1)).reshape(buffer.shape)
+    steps = each(jnp.where(dst > 0, src, 0)), each(dst), corner
+    return jax.lax.scan(copy_piece, buffer, steps)[0]
 
 
-def num_pieces(row_size: int, itemsize: int) -> int:
-    """Pieces of equal length to cut a row into."""
-    least = -(-row_size * itemsize // PIECE_BYTES)
-    fitting = (n for n in range(least, 4 * least + 1) if row_size % n == 0)
-    return next(fitting, 1)
+def piece_shape(row: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of equal pieces of a row: contiguous, of `PIECE_BYTES` at most."""
+    for axis, length in enumerate(row):
+        rest = row[axis + 1 :]
+        fitting = PIECE_BYTES // (math.prod(rest) * itemsize)
+        if fitting:
+            part = max(n for n in range(1, min(length, fitting) + 1) if length % n == 0)
+            return (*[1] * axis, part, *rest)
+    return (1,) * len(row)
