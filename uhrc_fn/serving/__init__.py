@@ -1,0 +1,1 @@
+"""Serving: hybrid models whose prefix cache lives inside the jitted step."""

@@ -1,0 +1,1 @@
+"""Small hybrid models in plain JAX on the pools."""
