@@ -1,0 +1,156 @@
+"""`forward`: one pass of a hybrid model over lanes of tokens, on the pools."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...pools.kv import KVConfig, init_kv_pool, init_swa_kv_pool
+from ..lanes import Lanes, Pools
+from .attention import init_gqa
+from .config import ModelConfig
+from .layers import MLP, init_mlp
+from .norm import rms_norm
+
+
+class Block(eqx.Module):
+    """A layer: a mixer of tokens, then an MLP, each behind its norm."""
+
+    mixer_norm: Float[Array, " hidden"]
+    mixer: Any
+    """Attention, `(x, kv, layer, lanes)`, or recurrent, `(x, states, layer, lanes)`."""
+    mlp_norm: Float[Array, " hidden"]
+    mlp: MLP
+
+
+class Model(eqx.Module):
+    """Weights of all layers."""
+
+    embedding: Float[Array, " vocab hidden"]
+    blocks: tuple[Block, ...]
+    norm: Float[Array, " hidden"]
+    head: Float[Array, " hidden vocab"] | None
+    """`None` where the embedding is the head too."""
+    config: ModelConfig = eqx.field(static=True)
+
+
+def init_model(key, config: ModelConfig) -> Model:
+    """A model with random weights; from abstract keys, abstract ones."""
+    c = config
+    of_embedding, of_head, of_blocks = jax.random.split(key, 3)
+    ones = lambda: jnp.ones((c.hidden_size,), c.dtype)
+
+    def block(key, kind):
+        of_mixer, of_mlp = jax.random.split(key)
+        return Block(
+            mixer_norm=ones(),
+            mixer=_init_mixer(of_mixer, c, kind),
+            mlp_norm=ones(),
+            mlp=init_mlp(of_mlp, c.hidden_size, c.intermediate_size, c.dtype),
+        )
+
+    keys = jax.random.split(of_blocks, c.num_layers)
+    draw = lambda key, *shape: jax.random.normal(key, shape, c.dtype)
+    scale = c.hidden_size**-0.5
+    head = None if c.tie_embeddings else draw(of_head, c.hidden_size, c.vocab_size)
+    return Model(
+        # Of a tied one the size only matters to the head: a norm comes first.
+        embedding=draw(of_embedding, c.vocab_size, c.hidden_size) * scale,
+        blocks=tuple(block(keys[i], kind) for i, kind in enumerate(c.layers)),
+        norm=ones(),
+        head=None if head is None else head * scale,
+        config=c,
+    )
+
+
+def _init_mixer(key, config: ModelConfig, kind: str):
+    if kind == "gqa":
+        return init_gqa(key, config)
+    if kind == "swa":
+        return init_gqa(key, config, window=config.sliding_window)
+    raise NotImplementedError(kind)
+
+
+def init_pools(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_swa_pages: int = 0,
+    num_slots: int = 0,
+    kv_dtype: str | None = None,
+    state_dtype: str = "float32",
+) -> Pools:
+    """Empty pools for a model.
+
+    Args:
+      config: of the model.
+      num_pages: usable pages of the layers that attend to all tokens.
+      page_size: tokens a page.
+      num_swa_pages: usable pages of sliding layers.
+      num_slots: usable slots of recurrent states.
+      kv_dtype: of cached KV; `None` for the model's.
+      state_dtype: of temporal states.
+    """
+    del num_slots, state_dtype
+    kv_dtype = kv_dtype or config.dtype
+    return Pools(_init_kv(config, num_pages, num_swa_pages, page_size, kv_dtype), None)
+
+
+def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, page_size: int, dtype):
+    def kv_config(kind, pages):
+        return KVConfig(
+            num_pages=pages,
+            page_size=page_size,
+            layers=c.layers_of(kind),
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            dtype=dtype,
+        )
+
+    if c.has("swa"):
+        return init_swa_kv_pool(
+            kv_config("gqa", num_pages), kv_config("swa", num_swa_pages)
+        )
+    return init_kv_pool(kv_config("gqa", num_pages)) if c.has("gqa") else None
+
+
+def forward(
+    model: Model, pools: Pools, lanes: Lanes
+) -> tuple[Pools, Float[Array, " lanes vocab"]]:
+    """Compute new tokens: write their KV and states, and say what may come next.
+
+    Pure; under `jax.jit` with the pools donated they are written in place. What a lane
+    gets depends on its own row alone.
+
+    Args:
+      model: the weights.
+      pools: of `init_pools`.
+      lanes: what to compute, and where the KV and states are.
+
+    Returns:
+      ``(pools, logits)``: float32 [lanes, vocab] after each lane's last new token;
+      those of an idle lane mean nothing.
+    """
+    c = model.config
+    kv, states = pools.kv, pools.states
+    x = model.embedding.at[lanes.token_ids].get(mode="clip")
+    for layer, (kind, block) in enumerate(zip(c.layers, model.blocks, strict=True)):
+        inner = rms_norm(x, block.mixer_norm, c.norm_eps)
+        if kind in ("kda", "gdn", "gla"):
+            y, states = block.mixer(inner, states, layer, lanes)
+        else:
+            y, kv = block.mixer(inner, kv, layer, lanes)
+        x = x + y
+        x = x + block.mlp(rms_norm(x, block.mlp_norm, c.norm_eps))
+    last = jnp.maximum(lanes.num_new - 1, 0)[:, None, None]
+    x = rms_norm(jnp.take_along_axis(x, last, axis=1)[:, 0], model.norm, c.norm_eps)
+    weight, axes = (
+        (model.embedding, "lh,vh->lv")
+        if model.head is None
+        else (model.head, "lh,hv->lv")
+    )
+    logits = jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
+    return Pools(kv, states), logits
