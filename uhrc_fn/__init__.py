@@ -35,6 +35,7 @@ from .ops.allocate import alloc_pages_batch as alloc_pages_batch
 from .ops.allocate import alloc_request as alloc_request
 from .ops.allocate import alloc_slots as alloc_slots
 from .ops.allocate import alloc_swa_pages as alloc_swa_pages
+from .ops.allocate import alloc_swa_pages_batch as alloc_swa_pages_batch
 from .ops.allocate import page_table as page_table
 from .ops.clock import compact_clock as compact_clock
 from .ops.copy_on_write import cow_clone as cow_clone

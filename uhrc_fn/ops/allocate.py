@@ -86,6 +86,13 @@ def alloc_swa_pages(
     return _alloc_one(cache, ComponentType.SWA, num_new, max_new, partial)
 
 
+def alloc_swa_pages_batch(
+    cache: CacheState, num_new, *, max_new: int, partial: bool = False
+) -> tuple[CacheState, AllocResult]:
+    """Give SWA pages to a batch of requests; see `alloc_pages_batch`."""
+    return _alloc(cache, ComponentType.SWA, num_new, max_new, partial)
+
+
 def alloc_slots(
     cache: CacheState, num_new, *, max_new: int | None = None, partial: bool = False
 ) -> tuple[CacheState, AllocResult]:

@@ -93,6 +93,11 @@ class ReqToTokenPool(eqx.Module):
             swa_table = _write_runs(swa_table, rows, start, swa_pages, pages > 0)
         return dataclasses.replace(self, pages=table, swa_pages=swa_table)
 
+    def write_swa_pages(self, rows, start, swa_pages):
+        """Write runs of SWA pages alone; arguments as of `write_pages`."""
+        table = _write_runs(self.swa_pages, rows, start, swa_pages, swa_pages > 0)
+        return dataclasses.replace(self, swa_pages=table)
+
     def set_lengths(self, rows, length, protected_length):
         """Say what is written, and how much of it is the tree's."""
         place = _live_rows(rows, self.length)
