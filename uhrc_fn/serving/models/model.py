@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...pools.kv import KVConfig, init_kv_pool, init_swa_kv_pool
+from ...pools.mla import MLAConfig, init_mla_pool
+from ...pools.recurrent_state import RecurrentConfig, init_recurrent_state_pool
 from ..lanes import Lanes, Pools
 from .attention import init_gqa
 from .config import ModelConfig
 from .layers import MLP, init_mlp
+from .mla import init_mla
 from .norm import rms_norm
 
 
@@ -70,6 +73,8 @@ def _init_mixer(key, config: ModelConfig, kind: str):
         return init_gqa(key, config)
     if kind == "swa":
         return init_gqa(key, config, window=config.sliding_window)
+    if kind == "mla":
+        return init_mla(key, config)
     raise NotImplementedError(kind)
 
 
@@ -94,13 +99,14 @@ def init_pools(
       kv_dtype: of cached KV; `None` for the model's.
       state_dtype: of temporal states.
     """
-    del num_slots, state_dtype
-    kv_dtype = kv_dtype or config.dtype
-    return Pools(_init_kv(config, num_pages, num_swa_pages, page_size, kv_dtype), None)
+    kv = _init_kv(config, num_pages, num_swa_pages, page_size, kv_dtype or config.dtype)
+    if not config.recurrent_layers:
+        return Pools(kv, None)
+    return Pools(kv, init_recurrent_state_pool(_states(config, num_slots, state_dtype)))
 
 
 def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, page_size: int, dtype):
-    def kv_config(kind, pages):
+    def heads(kind, pages):
         return KVConfig(
             num_pages=pages,
             page_size=page_size,
@@ -111,10 +117,35 @@ def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, page_size: int,
         )
 
     if c.has("swa"):
-        return init_swa_kv_pool(
-            kv_config("gqa", num_pages), kv_config("swa", num_swa_pages)
-        )
-    return init_kv_pool(kv_config("gqa", num_pages)) if c.has("gqa") else None
+        return init_swa_kv_pool(heads("gqa", num_pages), heads("swa", num_swa_pages))
+    if c.has("gqa"):
+        return init_kv_pool(heads("gqa", num_pages))
+    if not c.has("mla"):
+        return None
+    latents = MLAConfig(
+        num_pages=num_pages,
+        page_size=page_size,
+        layers=c.layers_of("mla"),
+        kv_lora_rank=c.kv_lora_rank,
+        rope_head_dim=c.rope_head_dim,
+        dtype=dtype,
+    )
+    return init_mla_pool(latents)
+
+
+def _states(c: ModelConfig, num_slots: int, state_dtype: str) -> RecurrentConfig:
+    return RecurrentConfig(
+        num_slots=num_slots,
+        layers=c.recurrent_layers,
+        num_v_heads=c.recurrent_v_heads,
+        v_head_dim=c.recurrent_v_dim,
+        num_k_heads=c.recurrent_k_heads,
+        k_head_dim=c.recurrent_k_dim,
+        conv_kernel_size=c.conv_kernel_size,
+        state_dtype=state_dtype,
+        # Inputs as they are: a rounded one would tell a chunk's start from its middle.
+        conv_dtype=c.dtype,
+    )
 
 
 def forward(
