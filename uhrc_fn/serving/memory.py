@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ..components.base import LOW_STAMP
 from ..config import ComponentType
 from ..ops.allocate import alloc_pages_batch, alloc_swa_pages_batch
 from ..ops.free import free_swa_pages
@@ -82,7 +81,7 @@ def extend(state: ServeState, plan: Plan) -> ServeState:
 
 
 def _new_pages(state: ServeState, plan: Plan):
-    """FULL pages by row: ``(first column, count)``; a prompt's own are there already."""
+    """FULL pages by row: ``(first column, count)``; a prompt has its own already."""
     size = state.config.cache.page_size
     held = jnp.sum(state.tables.pages > 0, axis=1, dtype=jnp.int32)
     wanted = -(-(state.tables.length + plan.num_new) // size)

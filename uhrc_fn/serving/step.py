@@ -10,6 +10,7 @@ Nothing leaves the device between steps: `serve_steps` runs many in one call.
 """
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -132,10 +133,12 @@ def _forward(model, state: ServeState, plan: Plan, track: TrackMetadata):
         lanes = _lanes(state, plan, track, rows, tokens)
         is_due = lambda carry: carry[2]
 
-        def run(carry, rows=rows, lanes=lanes):
+        next_tokens = functools.partial(_next_tokens, state, rows)
+
+        def run(carry, lanes=lanes, next_tokens=next_tokens):
             pools, token, _ = carry
             pools, logits = forward(model, pools, lanes)
-            return pools, _next_tokens(state, rows, logits, token), jnp.zeros((), bool)
+            return pools, next_tokens(logits, token), jnp.zeros((), bool)
 
         carry = state.pools, token, jnp.any(lanes.num_new > 0)
         pools, token, _ = once_if(is_due, run, carry)
