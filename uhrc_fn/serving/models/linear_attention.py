@@ -85,9 +85,9 @@ class LinearRecurrentAttnBackend(eqx.Module):
         self,
         x: Float[Array, " lanes tokens hidden"],
         temporal: Float[Array, " lanes v_heads k_dim v_dim"],
-        conv: Float[Array, " lanes channels taps"] | None,
+        conv,
         lanes: Lanes,
-    ):
+    ) -> tuple:
         """Run the layer from given states.
 
         Tokens at or past a lane's `num_new` change no state; their output has no
@@ -96,7 +96,8 @@ class LinearRecurrentAttnBackend(eqx.Module):
         Args:
           x: hidden states of the new tokens.
           temporal: states after `lanes.start` tokens, in any float dtype.
-          conv: the last inputs of the convolution; `None` without one.
+          conv: the last inputs of the convolution, [lanes, channels, taps]; `None`
+            without one.
           lanes: what is computed.
 
         Returns:
@@ -155,3 +156,8 @@ class LinearRecurrentAttnBackend(eqx.Module):
             num_ranks=num_ranks,
             **dataclasses.asdict(self.heads),
         )
+
+
+def new_tokens(x: Float[Array, " lanes tokens hidden"], lanes: Lanes):
+    """Which tokens count: bool [lanes, tokens]."""
+    return jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lanes.num_new[:, None]

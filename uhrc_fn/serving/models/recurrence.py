@@ -174,8 +174,9 @@ def _halve(rows, cols, log_decay, beta):
         since = jnp.concatenate([since_1, since_2 + through], axis=-2)
         until = jnp.concatenate([until_1 + total, until_2], axis=-2)
         rows, cols = _joined(rows), _joined(cols)
-    whole = lambda x: None if x is None else x[..., 0, :, :]
-    return whole(scores), whole(inverse), whole(since), whole(until)
+    if inverse is not None:
+        inverse = inverse[..., 0, :, :]
+    return scores[..., 0, :, :], inverse, since[..., 0, :, :], until[..., 0, :, :]
 
 
 def _pairs(x):
