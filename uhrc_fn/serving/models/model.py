@@ -13,9 +13,14 @@ from ...pools.recurrent_state import RecurrentConfig, init_recurrent_state_pool
 from ..lanes import Lanes, Pools
 from .attention import init_gqa
 from .config import ModelConfig
+from .gdn import GDN
+from .gla import GLA
+from .kda import KDA
 from .layers import MLP, init_mlp
 from .mla import init_mla
 from .norm import rms_norm
+
+BACKENDS = {"kda": KDA, "gdn": GDN, "gla": GLA}
 
 
 class Block(eqx.Module):
@@ -45,11 +50,11 @@ def init_model(key, config: ModelConfig) -> Model:
     of_embedding, of_head, of_blocks = jax.random.split(key, 3)
     ones = lambda: jnp.ones((c.hidden_size,), c.dtype)
 
-    def block(key, kind):
+    def block(key, layer):
         of_mixer, of_mlp = jax.random.split(key)
         return Block(
             mixer_norm=ones(),
-            mixer=_init_mixer(of_mixer, c, kind),
+            mixer=_init_mixer(of_mixer, c, layer),
             mlp_norm=ones(),
             mlp=init_mlp(of_mlp, c.hidden_size, c.intermediate_size, c.dtype),
         )
@@ -61,21 +66,36 @@ def init_model(key, config: ModelConfig) -> Model:
     return Model(
         # Of a tied one the size only matters to the head: a norm comes first.
         embedding=draw(of_embedding, c.vocab_size, c.hidden_size) * scale,
-        blocks=tuple(block(keys[i], kind) for i, kind in enumerate(c.layers)),
+        blocks=tuple(block(keys[layer], layer) for layer in range(c.num_layers)),
         norm=ones(),
         head=None if head is None else head * scale,
         config=c,
     )
 
 
-def _init_mixer(key, config: ModelConfig, kind: str):
+def _init_mixer(key, config: ModelConfig, layer: int):
+    c, kind = config, config.layers[layer]
     if kind == "gqa":
-        return init_gqa(key, config)
+        return init_gqa(key, c)
     if kind == "swa":
-        return init_gqa(key, config, window=config.sliding_window)
+        return init_gqa(key, c, window=c.sliding_window)
     if kind == "mla":
-        return init_mla(key, config)
-    raise NotImplementedError(kind)
+        return init_mla(key, c)
+    rope = {"rope_theta": c.rope_theta} if kind == "gla" else {}
+    return BACKENDS[kind].init(
+        key,
+        hidden_size=c.hidden_size,
+        num_v_heads=c.recurrent_v_heads,
+        v_head_dim=c.recurrent_v_dim,
+        num_k_heads=c.recurrent_k_heads,
+        k_head_dim=c.recurrent_k_dim,
+        conv_kernel_size=c.conv_kernel_size,
+        layer_index=layer,
+        num_layers=c.num_layers,
+        norm_eps=c.norm_eps,
+        dtype=c.dtype,
+        **rope,
+    )
 
 
 def init_pools(
@@ -170,7 +190,7 @@ def forward(
     x = model.embedding.at[lanes.token_ids].get(mode="clip")
     for layer, (kind, block) in enumerate(zip(c.layers, model.blocks, strict=True)):
         inner = rms_norm(x, block.mixer_norm, c.norm_eps)
-        if kind in ("kda", "gdn", "gla"):
+        if kind in BACKENDS:
             y, states = block.mixer(inner, states, layer, lanes)
         else:
             y, kv = block.mixer(inner, kv, layer, lanes)
