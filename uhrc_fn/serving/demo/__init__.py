@@ -1,0 +1,1 @@
+"""`python -m uhrc_fn.serving`: conversations served with and without the cache."""

@@ -1,0 +1,82 @@
+"""Feeding an engine: requests side by side, or one at a time."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ..engine import Engine, Request
+from .workload import ANSWER_TOKENS, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A request that is done."""
+
+    prompt: np.ndarray
+    output: list[int]
+    hit_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed(Served):
+    """One that was alone on the engine."""
+
+    ttft_s: float
+    """From its submission until the host had its first token."""
+
+
+def serve_together(
+    engine: Engine,
+    turns: Iterable[Turn],
+    width: int,
+    on_step: Callable[[list[Served]], None] = lambda served: None,
+) -> list[Served]:
+    """Serve requests side by side; each that ends makes room for another.
+
+    Args:
+      engine: an idle one.
+      turns: requests in order. A conversation's next turn goes before them.
+      width: requests at once.
+      on_step: told after each call what has ended with it.
+
+    Returns:
+      the requests in the order in which they were submitted.
+    """
+    turns = iter(turns)
+    live: dict[int, tuple[Turn, Request]] = {}
+    done: dict[int, Served] = {}
+
+    def submit(turn: Turn | None) -> None:
+        if turn is not None:
+            request = engine.submit(turn.prompt, ANSWER_TOKENS)
+            live[request.id] = turn, request
+
+    for _ in range(width):
+        submit(next(turns, None))
+    while live:
+        news = engine.step()
+        ended = [request for request, _ in news if request.is_finished]
+        for request in ended:
+            turn, _ = live.pop(request.id)
+            done[request.id] = _served(request)
+            submit(turn.after(request.output) or next(turns, None))
+        on_step([done[request.id] for request in ended])
+    return [done[number] for number in sorted(done)]
+
+
+def serve_alone(engine: Engine, prompt: np.ndarray) -> Timed:
+    """Serve one request on an idle engine, and time its first token."""
+    start = time.perf_counter()
+    request = engine.submit(prompt, ANSWER_TOKENS)
+    while not request.output:
+        engine.step()
+    ttft_s = time.perf_counter() - start
+    engine.run()
+    served = _served(request)
+    return Timed(served.prompt, served.output, served.hit_length, ttft_s)
+
+
+def _served(request: Request) -> Served:
+    return Served(request.prompt, request.output, request.hit_length)
