@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-CHUNK = 64
+CHUNKS = 16, 64
+"""Smallest and largest chunk that is chosen."""
 
 
 def recur(
@@ -39,7 +40,7 @@ def recur(
     state: Float[Array, " lanes heads k_dim v_dim"],
     is_new: Bool[Array, " lanes tokens"],
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ):
     """Run the recurrence over the new tokens of each lane.
 
@@ -52,14 +53,24 @@ def recur(
       state: before the first token.
       is_new: tokens that count. Others leave the state as it is, bit for bit, and
         read zeros; they may hold anything.
-      chunk: tokens computed at once, a power of two.
+      chunk: tokens computed at once, a power of two; `None` for `chunk_of`.
 
     Returns:
       ``(o, state)`` in float32: what each token reads, and the state after the last.
     """
-    form = recur_steps if q.shape[1] == 1 else recur_chunks
-    options = {} if q.shape[1] == 1 else {"chunk": chunk}
-    return form(q, k, v, log_decay, beta, state, is_new, **options)
+    if q.shape[1] == 1:
+        return recur_steps(q, k, v, log_decay, beta, state, is_new)
+    return recur_chunks(q, k, v, log_decay, beta, state, is_new, chunk=chunk)
+
+
+def chunk_of(k_dim: int) -> int:
+    """A good chunk for keys of this width: a power of two.
+
+    A token costs k_dim x v_dim with the state and chunk x (k_dim + v_dim) within the
+    chunk: a chunk about as long as keys are wide keeps both alike. A longer one has
+    fewer steps, but more levels to compile.
+    """
+    return min(max(1 << (k_dim - 1).bit_length(), CHUNKS[0]), CHUNKS[1])
 
 
 def recur_steps(q, k, v, log_decay, beta, state, is_new):
@@ -76,10 +87,10 @@ def recur_steps(q, k, v, log_decay, beta, state, is_new):
     return jnp.moveaxis(o, 0, 1), state
 
 
-def recur_chunks(q, k, v, log_decay, beta, state, is_new, *, chunk=CHUNK):
+def recur_chunks(q, k, v, log_decay, beta, state, is_new, *, chunk=None):
     """`recur`, a chunk of tokens at once."""
     tokens = q.shape[1]
-    chunk = min(chunk, 1 << (tokens - 1).bit_length())
+    chunk = min(chunk or chunk_of(q.shape[-1]), 1 << (tokens - 1).bit_length())
     inputs = _masked(q, k, v, log_decay, beta, is_new)
     inputs = jax.tree.map(lambda x: _chunked(jnp.moveaxis(x, 1, 2), chunk, 2), inputs)
     has_new = _chunked(is_new, chunk, 1).any(-1)

@@ -29,7 +29,9 @@ def short_conv(
     past = jnp.swapaxes(state, 1, 2)
     inputs = jnp.concatenate([past, x.astype(state.dtype)], axis=1)
     wide, weight = inputs.astype(jnp.float32), weight.astype(jnp.float32)
-    y = sum(wide[:, i : i + tokens] * weight[:, i][None, None] for i in range(taps + 1))
+    y = jnp.zeros_like(wide[:, :tokens])
+    for tap in range(taps + 1):
+        y += wide[:, tap : tap + tokens] * weight[:, tap][None, None]
     last = num_new[:, None] + jnp.arange(taps, dtype=jnp.int32)[None]
     left = jnp.take_along_axis(inputs, last[:, :, None], axis=1, mode="clip")
     return y, jnp.swapaxes(left, 1, 2)
