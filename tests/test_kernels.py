@@ -324,6 +324,21 @@ def test_on_the_cpu_states_of_one_head_or_tap_stay_in_place(shape):
     assert_in_place(compiled, state, temporary=64 * 1024)
 
 
+def test_on_the_cpu_single_rows_written_in_turn_stay_in_place():
+    """One request alone: XLA must not make slices, and then copies, of its scatters."""
+    buffer = [jax.ShapeDtypeStruct((ROWS, 8, 128), jnp.float32)]
+    slot = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def write_twice(buffers, slot):
+        for _ in range(2):
+            rows = [buffer[slot] + 1 for buffer in buffers]
+            buffers = track_scatter(buffers, rows, slot, slot > 0)
+        return buffers
+
+    compiled = jax.jit(write_twice, donate_argnums=0).lower(buffer, slot).compile()
+    assert_in_place(compiled, buffer, temporary=4 * size(buffer) / ROWS)
+
+
 def test_the_search_for_copies_finds_one():
     args = arguments(copy_slots)
     compiled = jax.jit(copy_slots).lower(*args).compile()
