@@ -316,7 +316,7 @@ def test_only_running_and_track_slots_change(family):
     clean_x[0, :70] = inputs()[0, :70]
     x = np.full_like(clean_x, np.nan)
     x[0, :70], x[2] = clean_x[0, :70], np.inf
-    lanes = lanes_of([128, 128, 0], [70, 0, 0], [3, 5, 0], tracks=[6, 0, 0])
+    lanes = lanes_of([128, 128, 0], [70, 0, 0], [3, 5, 1], tracks=[6, 0, 0])
     y, after = forward(layer_of(family), x, before, lanes)
     assert np.isfinite(np.asarray(y)[0, :70]).all()
     for slot in (0, 1, 2, 4, 5):
