@@ -12,6 +12,7 @@ from uhrc_fn.serving.models.attention import init_gqa
 from uhrc_fn.serving.models.config import small_config
 from uhrc_fn.serving.models.mla import init_mla
 from uhrc_fn.serving.models.model import init_pools
+from uhrc_fn.serving.models.paging import span_of
 
 
 def turned(x, theta, rotary_dim):
@@ -109,3 +110,13 @@ def test_absorbed_mla_is_the_expanded_one(mla_rope, page_size):
         wanted = attended(q, k, up(latent, layer.value_up), 0, 24**-0.5)
         wanted = wanted.reshape(LENGTH, -1) @ np.asarray(layer.out)
         np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "page_size", "count"), [(1, 4, 3), (4, 4, 4), (1, 1, 9), (24, 4, 6)]
+)
+def test_a_window_reads_as_many_pages_as_it_can_touch(width, page_size, count):
+    lanes = lanes_of(prompts(), [0, 9, 17], [1, 1, 1], page_size, width=width)
+    span = span_of(lanes, lanes.swa_pages, page_size, WINDOW)
+    assert span.pages.shape == (LANES, count)
+    assert span_of(lanes, lanes.pages, page_size).pages is lanes.pages

@@ -1,5 +1,6 @@
 """What configs of public models ask of the cache."""
 
+import jax
 import pytest
 from hf_configs import (
     BAILING_2_5,
@@ -16,6 +17,7 @@ from hf_configs import (
 from uhrc_fn.pools.kv import KVConfig
 from uhrc_fn.pools.mla import MLAConfig
 from uhrc_fn.serving.models.config import FAMILIES, ModelConfig, small_config
+from uhrc_fn.serving.models.model import init_model
 from uhrc_fn.serving.models.traits import traits_from_hf_config
 
 FULL, SWA, RECURRENT = ("FULL",), ("FULL", "SWA"), ("FULL", "RECURRENT")
@@ -127,7 +129,8 @@ def test_ways_to_say_which_layers_slide(changes, full):
 
 
 def test_a_plain_model_can_be_built():
-    assert traits_from_hf_config(SMOL).config == ModelConfig(
+    smol = traits_from_hf_config(SMOL).config
+    assert smol == ModelConfig(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
@@ -140,6 +143,8 @@ def test_a_plain_model_can_be_built():
         tie_embeddings=True,
         dtype="bfloat16",
     )
+    shapes = jax.eval_shape(lambda: init_model(jax.random.key(0), smol))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 134_515_008
     qwen3 = traits_from_hf_config(QWEN3).config
     assert qwen3 is not None and qwen3.qk_norm and qwen3.head_dim == 128
 
