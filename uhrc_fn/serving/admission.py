@@ -49,10 +49,7 @@ def admit_waiting(state: ServeState) -> ServeState:
     def admit_one(carry):
         state, _ = carry
         state, turn = _next_turn(state)
-        state = _seat_where(state, turn, Admission.ADMIT)
-        if state.config.cache.has_recurrent:
-            state = _seat_where(state, turn, Admission.MOVE)
-        return state, turn
+        return _seat(state, turn), turn
 
     return jax.lax.while_loop(goes_on, admit_one, (state, start))[0]
 
@@ -124,46 +121,61 @@ def _pages_to_come(config: ServeConfig, length, match: MatchResult):
     return wanted - match.hit_length // size
 
 
-def _seat_where(state: ServeState, turn: _Turn, verdict: Admission) -> ServeState:
-    """Seat the request if that is its verdict, in place."""
+def _seat(state: ServeState, turn: _Turn) -> ServeState:
+    """Lock the match and seat its request, unless it waits; in place."""
+    shapes = jax.eval_shape(_lock, state, turn)[1]
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def is_due(carry):
-        _, turn = carry
-        return turn.verdict == int(verdict)
+    def lock_by(lock):
+        def run(carry):
+            state, _, turn, _ = carry
+            return *lock(state, turn), turn, jnp.int32(Admission.WAIT)
 
-    def seat(carry):
-        state, turn = carry
-        if not state.config.cache.has_recurrent:
-            state = _lock_and_seat(state, turn)
-        elif verdict == Admission.MOVE:
-            state = _move_and_seat(state, turn)
-        else:
-            state = _clone_and_seat(state, turn)
-        return state, turn._replace(verdict=jnp.int32(Admission.WAIT))
+        return run
 
-    return once_if(is_due, seat, (state, turn))[0]
+    ways = {Admission.ADMIT: _lock}
+    if state.config.cache.has_recurrent:
+        ways = {Admission.ADMIT: _lock_and_clone, Admission.MOVE: _lock_and_move}
+    held = nothing
+    for verdict, lock in ways.items():
+        is_due = lambda carry, verdict=verdict: carry[3] == int(verdict)
+        carry = state, held, turn, turn.verdict
+        state, held, _, _ = once_if(is_due, lock_by(lock), carry)
+
+    def take_place(carry):
+        state, held, turn, _ = carry
+        return _take_place(state, turn, held), held, turn, jnp.zeros((), bool)
+
+    carry = state, held, turn, turn.verdict != int(Admission.WAIT)
+    return once_if(lambda carry: carry[3], take_place, carry)[0]
 
 
-def _lock_and_seat(state: ServeState, turn: _Turn) -> ServeState:
+class _Held(NamedTuple):
+    """What a lock gave: the receipt, and the running slot with its state."""
+
+    receipt: IncLockRefResult
+    slot: Int32[Array, ""]
+
+
+def _lock(state: ServeState, turn: _Turn) -> tuple[ServeState, _Held]:
     cache, receipt = inc_lock_ref(state.cache, turn.match)
     state = dataclasses.replace(state, cache=cache)
-    return _take_place(state, turn, receipt, jnp.int32(0))
+    return state, _Held(receipt, jnp.int32(0))
 
 
-def _clone_and_seat(state: ServeState, turn: _Turn) -> ServeState:
+def _lock_and_clone(state: ServeState, turn: _Turn) -> tuple[ServeState, _Held]:
     cache, states, clone = cow_clone(state.cache, state.pools.states, turn.match)
     pools = dataclasses.replace(state.pools, states=states)
     state = dataclasses.replace(state, cache=cache, pools=pools)
-    return _take_place(state, turn, clone.receipt, clone.slot)
+    return state, _Held(clone.receipt, clone.slot)
 
 
-def _move_and_seat(state: ServeState, turn: _Turn) -> ServeState:
+def _lock_and_move(state: ServeState, turn: _Turn) -> tuple[ServeState, _Held]:
     cache, moved = cow_move(state.cache, turn.match)
-    state = dataclasses.replace(state, cache=cache)
-    return _take_place(state, turn, moved.receipt, moved.slot)
+    return dataclasses.replace(state, cache=cache), _Held(moved.receipt, moved.slot)
 
 
-def _take_place(state: ServeState, turn: _Turn, receipt: IncLockRefResult, running):
+def _take_place(state: ServeState, turn: _Turn, held: _Held) -> ServeState:
     """Allocate the rest and write it all into the row's tables."""
     config, tables, requests = state.config, state.tables, state.requests
     row, match = turn.row, turn.match
@@ -183,7 +195,7 @@ def _take_place(state: ServeState, turn: _Turn, receipt: IncLockRefResult, runni
     tables = tables.set_lengths(rows, hit[None], hit[None])
     if isinstance(tables, HybridReqToTokenPool):
         slots = given.slots.ids[None, :tracks]
-        tables, _ = tables.assign_slots(rows, running[None], slots)
+        tables, _ = tables.assign_slots(rows, held.slot[None], slots)
     requests = requests.put(
         row,
         phase=int(Phase.RUNNING),
@@ -191,7 +203,7 @@ def _take_place(state: ServeState, turn: _Turn, receipt: IncLockRefResult, runni
         branching=match.recurrent_branching_seqlen if config.has_tracks else 0,
         swa_evicted=hit,
     )
-    requests = requests.put_lock(row, receipt)
+    requests = requests.put_lock(row, held.receipt)
     return dataclasses.replace(state, cache=cache, tables=tables, requests=requests)
 
 

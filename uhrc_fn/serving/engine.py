@@ -7,7 +7,8 @@ request its tokens. All decisions are made on the device.
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +73,22 @@ class Engine:
     """Serves one model; one at a time may use it."""
 
     def __init__(
-        self, model, config: ServeConfig, pools: Pools, *, steps_per_call: int = 1
+        self,
+        model,
+        config: ServeConfig,
+        pools: Pools,
+        *,
+        steps_per_call: int = 1,
+        compiler_options: dict | None = None,
     ):
         """Take a model, and pools of `config.pool_pages`, which it donates.
+
+        Args:
+          model: of `init_model`.
+          config: settings of the step.
+          pools: of `init_pools`.
+          steps_per_call: steps that run without the host in between.
+          compiler_options: for XLA, as `jax.jit` takes them.
 
         Raises:
           ValueError: `steps_per_call` is not positive.
@@ -90,6 +104,7 @@ class Engine:
         self.state = init_serving(config, pools)
         self.stats = Stats()
         self.steps_per_call = steps_per_call
+        self._programs = _programs(tuple(sorted((compiler_options or {}).items())))
         self._waiting: collections.deque[Request] = collections.deque()
         self._by_row: dict[int, Request] = {}
         self._next_id = 0
@@ -176,8 +191,9 @@ class Engine:
           the requests that got tokens, with those tokens.
         """
         self._hand_over()
-        steps = _jitted_steps()
-        self.state, record = steps(self.model, self.state, self.steps_per_call)
+        self.state, record = self._programs.steps(
+            self.model, self.state, self.steps_per_call
+        )
         record = jax.device_get(record)
         news = self._read(record)
         cache = self.state.cache
@@ -214,7 +230,7 @@ class Engine:
             self._waiting.remove(request)
             return
         del self._by_row[request.row]
-        self.state = _jitted_cancel()(self.state, np.int32(request.row))
+        self.state = self._programs.cancel(self.state, np.int32(request.row))
 
     def check(self) -> None:
         """Raise if the cache met trouble that it could not mend; see `Status`."""
@@ -231,7 +247,7 @@ class Engine:
                 self._by_row[request.row] = request
                 self.stats.prompt_tokens += request.prompt.size
                 _write(arrivals, lane, request)
-            self.state = _jitted_enqueue()(self.state, arrivals)
+            self.state = self._programs.enqueue(self.state, arrivals)
 
     def _read(self, record: StepRecord) -> list[tuple[Request, list[int]]]:
         news: dict[int, tuple[Request, list[int]]] = {}
@@ -268,30 +284,33 @@ def _write(arrivals: Arrivals, lane: int, request: Request) -> None:
     arrivals.namespace[lane] = request.namespace
 
 
-# Jitted once for all engines, so that those of equal shapes share their programs.
+class _Programs(NamedTuple):
+    """What an engine calls, jitted, the state donated."""
+
+    steps: Callable
+    enqueue: Callable
+    cancel: Callable
 
 
 @functools.cache
-def _jitted_steps():
-    return jax.jit(serve_steps, static_argnums=2, donate_argnums=1)
+def _programs(options: tuple) -> _Programs:
+    """Jitted once for all engines, so that those of equal shapes share programs."""
+    jit = functools.partial(jax.jit, compiler_options=dict(options))
+    return _Programs(
+        steps=jit(serve_steps, static_argnums=2, donate_argnums=1),
+        enqueue=jit(_enqueue, donate_argnums=0),
+        cancel=jit(_cancel, donate_argnums=0),
+    )
 
 
-@functools.cache
-def _jitted_enqueue():
-    def run(state: ServeState, arrivals: Arrivals) -> ServeState:
-        requests = enqueue(state.requests, arrivals)
-        return dataclasses.replace(state, requests=requests)
-
-    return jax.jit(run, donate_argnums=0)
+def _enqueue(state: ServeState, arrivals: Arrivals) -> ServeState:
+    requests = enqueue(state.requests, arrivals)
+    return dataclasses.replace(state, requests=requests)
 
 
-@functools.cache
-def _jitted_cancel():
-    def run(state: ServeState, row) -> ServeState:
-        if state.config.use_cache:
-            runs = state.requests.phase[row] == Phase.RUNNING
-            state = give_back(state, jnp.where(runs, row, 0), Phase.IDLE)
-        requests = state.requests.put(row, phase=int(Phase.IDLE))
-        return dataclasses.replace(state, requests=requests)
-
-    return jax.jit(run, donate_argnums=0)
+def _cancel(state: ServeState, row) -> ServeState:
+    if state.config.use_cache:
+        runs = state.requests.phase[row] == int(Phase.RUNNING)
+        state = give_back(state, jnp.where(runs, row, 0), Phase.IDLE)
+    requests = state.requests.put(row, phase=int(Phase.IDLE))
+    return dataclasses.replace(state, requests=requests)

@@ -59,7 +59,7 @@ def _with_own_pages(state: ServeState) -> ServeState:
     """Without a cache each row owns pages, and a slot, for ever."""
     tables, wide = state.tables, state.config.max_pages
     row = jnp.arange(1, tables.pages.shape[0], dtype=jnp.int32)
-    column = jnp.arange(wide, dtype=jnp.int32)
+    column = jnp.arange(wide, dtype=jnp.int32)[None]
     pages = 1 + (row[:, None] - 1) * wide + column
     swa_pages = pages if tables.config.has_swa else None
     tables = tables.write_pages(row, jnp.zeros_like(row), pages, swa_pages)

@@ -150,7 +150,7 @@ def _lanes(state: ServeState, plan: Plan, track: TrackMetadata, rows, tokens: in
     requests, tables = state.requests, state.tables
     num_new = plan.num_new[rows]
     start = tables.length[rows] - num_new
-    column = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    column = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     token_ids = requests.token_ids.at[rows[:, None], column].get(
         mode="fill", fill_value=0
     )
@@ -183,7 +183,7 @@ def _append(state: ServeState, token) -> tuple[ServeState, Array]:
     # The last token of the longest request has no place of its own, nor needs one.
     place = jnp.where(is_new & (requests.length < wide), requests.length, wide)
     token_ids = requests.token_ids.at[rows, place].set(token, **DROP)
-    length = requests.length + is_new
+    length = requests.length + is_new.astype(jnp.int32)
     is_stop = jnp.any(requests.stop_tokens == token[:, None], axis=1)
     ends = is_new & (is_stop | (length >= requests.limit))
     phase = jnp.where(ends, int(Phase.FINISHED), requests.phase)
