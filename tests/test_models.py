@@ -168,3 +168,18 @@ def test_half_precision_is_near():
     # Eight bits of mantissa through four layers; logits are of size 1.
     np.testing.assert_allclose(got, wanted, atol=0.1)
     assert np.abs(got - wanted).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["gqa", "kda-mla"])
+def test_half_precision_in_pieces_is_near_one_forward(family):
+    """Where bf16 differs: a sum over a chunk is taken in another order, and rounded.
+
+    What a layer adds is rounded to 8 bits once more or once less, so a logit of size 1
+    moves by a few units of 2^-8; an argmax may fall on another token of equal rank.
+    """
+    config = config_of(family, dtype="bfloat16")
+    wanted, _ = whole(config, 4)
+    cuts = [np.zeros(LANES), np.array([5, 16, 0]), np.array([17, 16, 7]), ENDS]
+    chunks = [(a, b - a) for a, b in itertools.pairwise(cuts)]
+    got, _ = serve(config, chunks, 4)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=8 * 2.0**-8)

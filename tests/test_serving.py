@@ -29,8 +29,12 @@ HYBRIDS = ("kda-mla", "gdn-gqa", "gla-gqa")
 
 # At, before and after a page boundary and a track boundary.
 POINTS = {1: (31, 32, 33, 7), 16: (47, 48, 49, 63, 64, 65, 5)}
-CASES = [(family, 16) for family in FAMILIES]
-CASES += [("kda-mla", 1), ("swa-gqa", 1)]
+CASES = [(family, 16) for family in FAMILIES] + [("kda-mla", 1)]
+CASES += [
+    pytest.param(family, 1, marks=pytest.mark.slow)
+    for family in FAMILIES
+    if family != "kda-mla"
+]
 
 
 def outputs(engine, prompts, **options):
@@ -132,7 +136,6 @@ def test_no_page_or_slot_is_lost_where_the_pool_is_too_small():
     ("family", "small"),
     [
         ("swa-gqa", {"num_pages": 10, "num_nodes": 10, "num_swa_pages": 8}),
-        ("kda-mla", {"num_pages": 10, "num_nodes": 10, "num_recurrent_slots": 4}),
         ("kda-mla", {"num_pages": 10, "num_nodes": 10, "num_recurrent_slots": 3}),
     ],
 )
