@@ -18,16 +18,16 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--page-size",
         type=positive,
-        default=16,
+        default=64,
         metavar="N",
-        help="tokens a page; 1 is the base path of recurrent families (default 16)",
+        help="tokens a page; 1 is the base path of recurrent families (default 64)",
     )
     add(
         "--track-interval",
         type=positive,
         metavar="N",
         help="tokens between snapshots of a recurrent family, whole pages; a prefill "
-        "is cut there (default: the chunk, about 128 tokens)",
+        "is cut there (default: the chunk, about 64 tokens)",
     )
     add(
         "--capacity-pages",
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--limit",
         type=positive,
         metavar="N",
-        help="only the first N conversations, or requests of a trace (default: 8, 40)",
+        help="only the first N conversations, or requests of a trace (default: 5, 40)",
     )
     add("--seed", type=not_negative, default=0, metavar="N", help="of the weights")
     add("--json", metavar="PATH", help="write the figures as JSON ('-': stdout)")

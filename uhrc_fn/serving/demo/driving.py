@@ -1,4 +1,4 @@
-"""Feeding an engine: requests side by side, or one at a time."""
+"""Feeding engines: requests side by side, one at a time, or two engines in turn."""
 
 import dataclasses
 import time
@@ -76,6 +76,29 @@ def serve_alone(engine: Engine, prompt: np.ndarray) -> Timed:
     engine.run()
     served = _served(request)
     return Timed(served.prompt, served.output, served.hit_length, ttft_s)
+
+
+def serve_in_turn(
+    engines: tuple[Engine, ...], prompts: list[np.ndarray]
+) -> list[tuple[list[Served], float]]:
+    """Serve the same requests on several engines, which take turns call by call.
+
+    What else the machine does then slows all of them alike.
+
+    Returns:
+      for each engine its requests, and the seconds that its own calls took.
+    """
+    requests = [[e.submit(p, ANSWER_TOKENS) for p in prompts] for e in engines]
+    seconds, order = [0.0] * len(engines), list(range(len(engines)))
+    while not all(engine.is_idle for engine in engines):
+        for i in order:
+            if not engines[i].is_idle:
+                start = time.perf_counter()
+                engines[i].step()
+                seconds[i] += time.perf_counter() - start
+        order.reverse()
+    served = [list(map(_served, side)) for side in requests]
+    return list(zip(served, seconds, strict=True))
 
 
 def _served(request: Request) -> Served:

@@ -14,14 +14,14 @@ from ...jitted import peek_prefix_len
 from ...keys import radix_key
 from ..engine import Engine
 from .audit import leaks
-from .driving import Served, serve_alone, serve_together
+from .driving import Served, serve_alone, serve_in_turn, serve_together
 from .figures import Figures
 from .setting import Setting
 from .table import Board
 from .workload import ANSWER_TOKENS, Turn, unshared_prompts
 
-UNSHARED_ROUNDS = 5
-_UNSHARED_PROMPTS = 4
+_UNSHARED_ROUNDS = 5
+_UNSHARED_PROMPTS = 2
 
 
 def compare(
@@ -111,19 +111,13 @@ def without_sharing(
 ) -> Engine:
     """Serve prompts that no cache can help, in rounds; the sides take turns."""
     engine, control = (setting.engine(use_cache=use) for use in (True, False))
-    width = setting.config.num_requests
     length = max(record.prompt.size for record in records)
     with board.phase("prompts that share nothing, in turn", engine):
-        for number in range(UNSHARED_ROUNDS):
+        for number in range(_UNSHARED_ROUNDS):
             prompts = unshared_prompts(_UNSHARED_PROMPTS, length, number)
-            turns = [Turn(prompt) for prompt in prompts]
-            rates, outputs = {}, {}
-            sides = [(True, engine), (False, control)]
-            for use_cache, side in sides if number % 2 else reversed(sides):
-                run = _throughput(side, turns, width, lambda served: None)
-                outputs[use_cache], rates[use_cache] = run
-            figures.unshared.append((rates[True], rates[False]))
-            figures.num_differing += num_differing(outputs[True], outputs[False])
+            with_cache, without = serve_in_turn((engine, control), prompts)
+            figures.unshared.append((_rate(*with_cache), _rate(*without)))
+            figures.num_differing += num_differing(with_cache[0], without[0])
             board.step([])
     return engine
 
@@ -149,6 +143,9 @@ def _throughput(
     """Serve, and say how many tokens of prompts and outputs that was a second."""
     start = time.perf_counter()
     records = serve_together(engine, turns, width, on_step)
-    wall_s = time.perf_counter() - start
+    return records, _rate(records, time.perf_counter() - start)
+
+
+def _rate(records: list[Served], seconds: float) -> float:
     tokens = sum(served.prompt.size + len(served.output) for served in records)
-    return records, tokens / wall_s
+    return tokens / seconds

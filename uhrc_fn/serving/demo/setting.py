@@ -11,7 +11,7 @@ from ..models.config import ModelConfig, small_config
 from ..models.model import Model, init_model, init_pools
 
 BYTES = 256
-_CHUNK = 128
+_CHUNK = 64
 _CAPACITY_TOKENS = 16_384
 
 
@@ -51,7 +51,7 @@ def make_setting(arguments, max_length: int) -> Setting:
 
 def _model_config(family: str) -> ModelConfig:
     """A model of bytes, large enough that computing prompts takes most of the time."""
-    wide = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 32}
+    wide = {"hidden_size": 384, "intermediate_size": 1024, "head_dim": 32}
     model = small_config(family, vocab_size=BYTES, **wide)
     if not model.recurrent_layers:
         return model
@@ -109,6 +109,6 @@ def _track_interval(arguments, model: ModelConfig) -> int | None:
             why = f"{arguments.family} has no recurrent layers"
         raise ValueError(
             f"--track-interval {asked}: {why}. Leave it out, or choose a hybrid of "
-            "recurrent layers and --page-size 16."
+            "recurrent layers and --page-size 64."
         )
     return None

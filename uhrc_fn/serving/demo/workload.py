@@ -8,13 +8,13 @@ import numpy as np
 from ...replay.tokenizing import byte_tokens
 from ...replay.traces import load_trace
 
-ANSWER_TOKENS = 24
-NUM_CONVERSATIONS = 8
+ANSWER_TOKENS = 16
+NUM_CONVERSATIONS = 5
 NUM_TRACE_REQUESTS = 40
 LONGEST_PROMPT = 4096
-_TURNS = (4, 6)
+_TURNS = (4, 5)
 _SYSTEM_TOPICS = ("types", "objects")
-_SYSTEM_BYTES = 700
+_SYSTEM_BYTES = 800
 
 
 @dataclasses.dataclass(frozen=True)
