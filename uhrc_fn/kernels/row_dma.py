@@ -82,6 +82,9 @@ def move_rows(
 
 def _by_slices(sources, buffers, source_rows, buffer_rows):
     """Read and write one row at a time: a scatter would lay the buffer out anew."""
+    # A lane without work writes row 0 as it is. That row is read once, before the loop:
+    # read inside, XLA would lay it out as the new row is, and the whole buffer with it.
+    dummies = [buffer[:1] for buffer in buffers]
 
     def move_row(buffers, rows):
         read, write = rows
@@ -89,8 +92,7 @@ def _by_slices(sources, buffers, source_rows, buffer_rows):
         for place, buffer in enumerate(buffers):
             source = buffer if sources is None else sources[place]
             new = jax.lax.dynamic_slice_in_dim(source, read, 1)
-            old = jax.lax.dynamic_slice_in_dim(buffer, write, 1)
-            row = jnp.where(write > 0, new, old)
+            row = jnp.where(write > 0, new, dummies[place])
             moved.append(jax.lax.dynamic_update_slice_in_dim(buffer, row, write, 0))
         return moved, None
 
