@@ -257,7 +257,8 @@ def put_entries(table, slot, is_kept, node, fingerprint):
 def free_entries(table, slot):
     """Free the entries of table slots; `NULL` is dropped."""
     row, column = entry_index(slot)
-    return table.at[row, column + WAYS].set(NULL, **DROP)
+    # `NULL` for every slot, worked out: a call pays for each constant of its program.
+    return table.at[row, column + WAYS].set(jnp.minimum(slot, NULL), **DROP)
 
 
 def entry_index(slot):

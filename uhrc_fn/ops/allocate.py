@@ -217,11 +217,12 @@ def _alloc(
     asked = jnp.asarray(num_new, jnp.int32)
     wanted = jnp.clip(asked, 0, max_new)
     given = _admit(wanted, _room(cache, kind), partial)
+    scalars = jnp.stack([given, (given == wanted).astype(jnp.int32)], -1)
     total = jnp.sum(given, dtype=jnp.int32)
     deficit = jnp.maximum(total - free_lists.size(cache.counters, ring), 0)
     bound = min(config.num_nodes, max_new * wanted.shape[0])
     # Read before the eviction writes, or XLA keeps a copy of the counters.
-    (given, deficit), counters = fence((given, deficit), cache.counters)
+    (scalars, deficit), counters = fence((scalars, deficit), cache.counters)
     cache = dataclasses.replace(cache, counters=counters)
 
     def evict_deficit(operands):
@@ -235,8 +236,10 @@ def _alloc(
 
     is_short = lambda operands: operands[1] > 0
     cache, _ = once_if(is_short, evict_deficit, (cache, deficit))
-    total = jnp.sum(given, dtype=jnp.int32)  # anew: the first lies before the fence
-
+    # Few steps count: XLA for CPU runs more than eight in a call as a graph, not one
+    # after another. So this is read anew, and not kept as an array of its own.
+    given = scalars[:, 0]
+    total = jnp.sum(given, dtype=jnp.int32)
     lane = page_index(max_new)
     is_given = lane < given[:, None]
     rank = (jnp.cumsum(given, dtype=jnp.int32) - given)[:, None] + lane
@@ -244,19 +247,18 @@ def _alloc(
     rank = jnp.where(is_given, rank, 0)
     ids = free_lists.front(cache.free_ids, cache.counters, config, ring, rank)
     ids = jnp.where(is_given, ids, 0)
-    place = jnp.where(is_given, owner_offset(config, kind) + ids, cache.owner.shape[0])
-    owner = cache.owner.at[place].set(int(Owner.REQUEST), **DROP)
-    ok = given == wanted
+    # What is not given is the dummy, whose entry stays as it is.
+    holder = jnp.where(is_given, int(Owner.REQUEST), int(Owner.DUMMY))
+    owner = cache.owner.at[owner_offset(config, kind) + ids].set(holder, **DROP)
     status = flag(asked != wanted, Status.BAD_LENGTH)
     if not partial:
-        status = status | flag(~ok, EXHAUSTED[kind])
+        status = status | flag(given != wanted, EXHAUSTED[kind])
     counters = bump(
         cache.counters,
         status=status,
         **free_lists.taken(cache.counters, config, ring, total),
     )
     cache = dataclasses.replace(cache, owner=owner, counters=counters)
-    scalars = jnp.stack([given, ok.astype(jnp.int32)], -1)
     return settle(cache, AllocResult(ids, scalars))
 
 

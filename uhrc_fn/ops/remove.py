@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 from .. import free_lists
 from ..components import component_rules
@@ -59,14 +58,14 @@ def remove(cache: CacheState, victims: Victims, are_given: bool):
     # One scatter clears the fields and counts children down, so all of it is added.
     # Children of a victim are victims too, so its own count falls to zero.
     names = victim_fields(config)
-    nodes, row = num_rows(tree.fields), np.arange(len(names), dtype=np.int32)[:, None]
+    nodes, row = num_rows(tree.fields), jnp.arange(len(names), dtype=jnp.int32)[:, None]
     parent_place = NUM_CHILDREN * nodes + held[PARENT_ROW : PARENT_ROW + 1]
     place = jnp.where(row == NODE_ROW, parent_place, names * nodes + node)
     place = jnp.where(is_victim, place, NULL)
     change = jnp.where(row == NODE_ROW, -1, NULL - held)
     fields = tree.fields.at[place].add(change, **DROP)
     rank = victims.rank[None]
-    is_page = np.arange(2, dtype=np.int32)[:, None] == 0
+    is_page = jnp.arange(2, dtype=jnp.int32)[:, None] == 0
     place = jnp.where(
         is_page,
         free_lists.back(cache.counters, config, Ring.FULL, rank),

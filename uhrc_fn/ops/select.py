@@ -1,21 +1,24 @@
 """Select the lowest of many stamps, without sorting them all.
 
-On a CPU a radix search finds the k-th lowest in three histograms of its bits, high
-ones first; what lies at or below it is compacted, and only that is put in order. A TPU
-counts bit by bit, as it scatters badly, and selects from the whole.
+A few are selected in order. For many, or any number, the k-th lowest is a threshold:
+on a CPU a radix search finds it in three histograms of its bits, high ones first; a TPU
+counts bit by bit, as it scatters badly.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..by_platform import by_platform
-from ..tree_arrays import DROP, IN_BOUNDS, NULL
+from ..tree_arrays import IN_BOUNDS
 from .reduce import running_sum_of_many
 
 # The digits of a stamp, high ones first: 11 bits each, 31 in all.
 _SHIFTS, _SIZE = (22, 11, 0), 1 << 11
+
+_MOST, _OFFSET = np.int32(np.iinfo(np.int32).max), np.int32(1 << 23)
 
 
 def kth_lowest(stamps, k):
@@ -67,49 +70,38 @@ _kth_lowest = by_platform(_kth_lowest_default, tpu=_kth_lowest_tpu)
 
 
 def lowest(stamps, number: int):
-    """The places of the `number` lowest stamps, in order.
+    """The places of the `number` lowest stamps, in order; equal ones by place.
 
     Args:
-      stamps: int32 [n], in [0, 2^31); what does not stand for a candidate holds the
-        largest int32, and comes last in any order.
+      stamps: int32 [n], in [0, 2^31 - 2^24); what does not stand for a candidate holds
+        the largest int32, and comes last in any order.
       number: static, at most n.
 
     Returns:
       ``(stamps, places)``, int32 [number]; the place of a stamp that is the largest
       int32 means nothing.
     """
-    default, tpu = (functools.partial(f, number=number) for f in _FORMS)
-    return by_platform(default, tpu=tpu)(stamps)
-
-
-def _lowest_default(stamps, number: int):
-    most = jnp.iinfo(jnp.int32).max
-    limit = jnp.minimum(_kth_lowest_default(stamps, jnp.int32(number)), most - 1)
-    is_low = stamps <= limit
-    target = jnp.where(is_low, running_sum_of_many(is_low) - 1, NULL)
-    every = jnp.arange(stamps.shape[0], dtype=jnp.int32)
-    place = jnp.full(number, NULL, jnp.int32).at[target].set(every, **DROP)
-    found = stamps.at[jnp.maximum(place, 0)].get(**IN_BOUNDS)
-    found = jnp.where(place == NULL, most, found)
-    order = _in_order(found, number)
-    return found.at[order].get(**IN_BOUNDS), place.at[order].get(**IN_BOUNDS)
-
-
-def _lowest_tpu(stamps, number: int):
-    place = _in_order(stamps, number).astype(jnp.int32)
-    return stamps.at[place].get(**IN_BOUNDS), place
-
-
-_FORMS = (_lowest_default, _lowest_tpu)
-
-
-def _in_order(stamps, number: int):
-    """Places of the `number` lowest, in order.
-
-    XLA selects in full only floats on CPU; positive floats order as their bits do. The
-    offset keeps small stamps clear of denormals, which may be flushed to zero.
-    """
-    most = jnp.iinfo(jnp.int32).max
-    bits = jnp.minimum(stamps, most - (1 << 24)) + (1 << 23)
+    # XLA selects only floats on a CPU, and sorts all else; positive floats order as
+    # their bits do. The offset keeps small stamps clear of denormals, which may be
+    # flushed to zero.
+    bits = jnp.minimum(stamps, _MOST - (1 << 24)) + _OFFSET
     score = -jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jax.lax.top_k(score, number)[1]
+    default, tpu = (functools.partial(f, number=number) for f in _FORMS)
+    score, place = by_platform(default, tpu=tpu)(score)
+    found = jax.lax.bitcast_convert_type(-score, jnp.int32) - _OFFSET
+    return jnp.where(found < _MOST - (1 << 24), found, _MOST), place
+
+
+def _highest_default(score, number: int):
+    """As exact as `top_k`, with a plainer comparison.
+
+    A call pays for each step of a comparison in its program, taken or not.
+    """
+    return tuple(jax.lax.approx_max_k(score, number, recall_target=1.0))
+
+
+def _highest_tpu(score, number: int):
+    return tuple(jax.lax.top_k(score, number))
+
+
+_FORMS = (_highest_default, _highest_tpu)

@@ -48,8 +48,11 @@ def value_row(config: CacheConfig, rules: Component) -> int:
 
 
 def victim_fields(config: CacheConfig) -> np.ndarray:
-    """The field that each row of an array of victims holds, [rows, 1]."""
-    names = [NULL, PARENT, DEPTH, TABLE_SLOT]
+    """The field that each row of an array of victims holds, [rows, 1].
+
+    The row of the nodes themselves holds none, and names any.
+    """
+    names = [PARENT, PARENT, DEPTH, TABLE_SLOT]
     for r in component_rules(config):
         names += [r.value_field, r.stamp_field]
     return np.array(names, np.int32)[:, None]
@@ -57,11 +60,12 @@ def victim_fields(config: CacheConfig) -> np.ndarray:
 
 def read_victims(fields, config: CacheConfig, node):
     """Read what the removal of `node` [lanes] must know: int32 [rows, lanes]."""
-    # Rows are told apart by arithmetic: XLA for CPU builds a stack word by word.
+    # Rows are told apart by arithmetic: XLA for CPU builds a stack word by word. They
+    # are counted in the program, as a call pays for each constant, used or not.
     names = victim_fields(config)
-    row = np.arange(len(names), dtype=np.int32)[:, None]
+    row = jnp.arange(len(names), dtype=jnp.int32)[:, None]
     node = node[None]
-    place = np.maximum(names, 0) * num_rows(fields) + jnp.maximum(node, ROOT)
+    place = names * num_rows(fields) + jnp.maximum(node, ROOT)
     read = fields.at[place].get(**IN_BOUNDS)
     return jnp.where(node == NULL, NULL, jnp.where(row == NODE_ROW, node, read))
 
