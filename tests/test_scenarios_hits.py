@@ -192,8 +192,7 @@ def test_B32_the_cost_of_a_victim_knows_no_number_of_leaves():
         found = list(equations(op_cases(config, 4, 3)["evict"].jaxpr(config)))
         names = [equation.primitive.name for equation in found]
         loops = [e for e in found if e.primitive.name in LOOPS and not asks_once(e)]
-        # One of the digits of a stamp, for a CPU.
-        assert [loop.params.get("length") for loop in loops] == [3]
+        assert not loops
         kept = [e.params["k"] for e in found if e.primitive.name == "top_k"]
         assert kept and set(kept) == {512}
         counts.add(len(names))
