@@ -15,14 +15,17 @@ endif
 TWO := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-env lint format bench tpu-estimate
+.PHONY: help demo replay test test-all test-env lint format bench tpu-estimate
 .PHONY: tpu-estimate-here clean always
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='more arguments'] [PYTHON=/path/to/python]"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' Makefile | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
 
-demo: $(VENV)/.replay ## replay the built-in workload through the jitted cache
+demo: $(VENV)/.replay ## serve conversations with a hybrid model, cache on and off
+	$(PY) -m uhrc_fn.serving $(ARGS)
+
+replay: $(VENV)/.replay ## replay the built-in workload through the jitted cache
 	$(PY) -m uhrc_fn.replay --trace builtin $(ARGS)
 
 test: $(VENV)/.dev ## the fast tests and the notebooks
