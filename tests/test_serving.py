@@ -45,6 +45,12 @@ def outputs(engine, prompts, **options):
 @pytest.mark.parametrize(("family", "page_size"), CASES)
 def test_hit_miss_flush_and_no_cache_give_equal_tokens(family, page_size):
     prompts = prompts_around(POINTS[page_size])
+    without = make_engine(family, page_size, use_cache=False)
+    control = outputs(without, prompts)
+    # Second turns, which resume from what the first ones left at their ends.
+    turns = [np.r_[p, out, 5, 6] for p, out in zip(prompts, control, strict=True)]
+    prompts += turns
+    control += outputs(without, turns)
     engine = make_engine(family, page_size)
     missed = outputs(engine, prompts)
     assert engine.stats.hit_tokens > 0
@@ -55,7 +61,6 @@ def test_hit_miss_flush_and_no_cache_give_equal_tokens(family, page_size):
     cache = u.jitted.reset(engine.state.cache)
     engine.state = dataclasses.replace(engine.state, cache=cache)
     flushed = [outputs(engine, [prompt])[0] for prompt in reversed(prompts)][::-1]
-    control = outputs(make_engine(family, page_size, use_cache=False), prompts)
     assert missed == control
     assert hit == control
     assert flushed == control
