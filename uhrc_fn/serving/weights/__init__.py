@@ -1,0 +1,1 @@
+"""Published weights: a GGUF file as a `Model`, and its own tokenizer."""
