@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--limit",
         type=positive,
         metavar="N",
-        help="only the first N conversations, or requests of a trace (default: 5, 40)",
+        help="only the first N conversations, or requests of a trace (default: 4, 40)",
     )
     add("--seed", type=not_negative, default=0, metavar="N", help="of the weights")
     add("--json", metavar="PATH", help="write the figures as JSON ('-': stdout)")

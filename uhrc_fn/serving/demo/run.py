@@ -20,8 +20,8 @@ from .setting import Setting
 from .table import Board
 from .workload import ANSWER_TOKENS, Turn, unshared_prompts
 
-_UNSHARED_ROUNDS = 5
-_UNSHARED_PROMPTS = 2
+_UNSHARED_ROUNDS = 7
+_UNSHARED_PROMPTS = 1
 
 
 def compare(

@@ -9,7 +9,7 @@ from ...replay.tokenizing import byte_tokens
 from ...replay.traces import load_trace
 
 ANSWER_TOKENS = 16
-NUM_CONVERSATIONS = 5
+NUM_CONVERSATIONS = 4
 NUM_TRACE_REQUESTS = 40
 LONGEST_PROMPT = 4096
 _TURNS = (4, 5)
