@@ -1,0 +1,1 @@
+"""The engine's side: host-facing objects around the functional cache."""
