@@ -142,7 +142,8 @@ for number in (1, 2, 3):
 
 # %% [markdown]
 # The third step ended the prompt and gave the first token; now it decodes. At the end
-# nothing is locked any more, and all but the last partial page is in the tree.
+# nothing is locked any more. The tree has the tokens up to the last snapshot, 48 of 58:
+# KV past it could serve nobody.
 
 # %%
 while not request.is_finished:
@@ -154,9 +155,9 @@ draw(engine.state.cache)
 # %% [markdown]
 # ## The next turn
 #
-# It begins with all that was said so far. KV would serve 56 of those tokens, the
-# snapshots 48: a hit is what every component can serve. The snapshot is copied to the
-# request's running slot, as the tree's must stay as it is.
+# It begins with all that was said so far, and hits the 48 tokens. Their snapshot is
+# copied to the request's running slot, which every forward writes: the tree's own must
+# stay as it is.
 
 # %%
 turn = np.concatenate([soup, request.output, tokens_of("\nAnd then?\n")])
@@ -170,8 +171,8 @@ draw(engine.state.cache)
 # %% [markdown]
 # ## Two at once
 #
-# Other prompts with the same beginning. They part from the tree at token 35; the last
-# snapshot before that is at 32.
+# Other prompts with the same beginning. They part from the first one at token 35; the
+# last snapshot before that is at 32.
 
 # %%
 bread = engine.submit(tokens_of(SYSTEM + "Why does bread rise?\n"), max_tokens=12)
