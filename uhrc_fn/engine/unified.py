@@ -1,0 +1,558 @@
+"""`UnifiedRadixCache`: the functional cache behind the interface of engines.
+
+A thin shell. Each rank has a `CacheState`; a method turns tokens into a key, calls one
+jitted operation, and turns pages into token locations. Keys, tables and allocations
+are padded to powers of two of pages, so that compilations stay few.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import jitted
+from .. import params as core
+from ..config import CacheConfig, ComponentType
+from ..debug import tree_string
+from ..keys import radix_key
+from ..pools.sizing import NUM_TRACK_SLOTS, request_owned_slots
+from ..state import Counter, init
+from ..status import Status, describe
+from .base import BasePrefixCache
+from .params import (
+    NO_INDICES,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    Locations,
+    MatchPrefixParams,
+    MatchResult,
+    RadixKey,
+)
+from .request import Request, RequestTable
+from .unified_requests import RowTables, read_swa_pages
+
+FULL, SWA, RECURRENT = ComponentType
+# Far enough below 2^30, where the core asks for it.
+_COMPACT_AFTER = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeHandle:
+    """A node as an engine holds it: where a match ended, and what locks it."""
+
+    dp_rank: int
+    id: int = 0
+    """Node of the tree; 0 is the root."""
+    match: core.MatchResult | None = None
+    """What `inc_lock_ref` of the core takes; `None` for the root."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeHandle):
+            return NotImplemented
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[int, int, int]:
+        generation = 0 if self.match is None else int(self.match.generation)
+        return self.dp_rank, self.id, generation
+
+
+class UnifiedRadixCache(BasePrefixCache):
+    """The functional cache, with a tree a rank.
+
+    Args:
+      requests: the request table, with SWA locations where the config has SWA.
+      config: of each rank's cache.
+      dp_size: ranks.
+      num_track_slots: of each request, with the extra buffer; see
+        `request_owned_slots`.
+      disable: publish nothing, hit nothing; pools and tables work as ever.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        config: CacheConfig,
+        *,
+        dp_size: int = 1,
+        num_track_slots: int = NUM_TRACK_SLOTS,
+        disable: bool = False,
+    ):
+        super().__init__(
+            requests, page_size=config.page_size, dp_size=dp_size, disable=disable
+        )
+        if config.has_swa and requests.swa is None:
+            raise ValueError(
+                "a request table without SWA locations for a cache with SWA; wanted "
+                "both. Build the table with has_swa=True."
+            )
+        self.config = config
+        tracks = num_track_slots if config.enable_recurrent_extra_buffer else 0
+        self.owned_slots = 0
+        if config.has_recurrent:
+            self.owned_slots = request_owned_slots(
+                extra_buffer=tracks > 0, num_track_slots=num_track_slots
+            )
+        self._tables = RowTables(config, tracks)
+        self.states = [init(config) for _ in range(dp_size)]
+        self._ticks = [0] * dp_size
+        self._offsets = np.arange(config.page_size, dtype=np.int32)
+
+    def reset(self) -> None:
+        """Forget everything; older handles and locks become stale."""
+        self.states = [jitted.reset(state) for state in self.states]
+        self._ticks = [0] * self.dp_size
+        self.requests.clear()
+
+    # The tree.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Find the longest prefix that every component can serve, and refresh it."""
+        rank, key = self._key(params.key)
+        if key is None:
+            return self._no_match(rank, params.req)
+        wanted = core.MatchPrefixParams(
+            key=key,
+            full_only=params.full_only,
+            cow_recurrent=self.config.has_recurrent and not params.full_only,
+        )
+        state, found = jitted.match_prefix(self.states[rank], wanted)
+        self._keep(rank, state, key)
+        scalars = np.asarray(found.scalars)
+        host = dataclasses.replace(found, scalars=scalars)
+        hit = int(host.hit_length)
+        count = hit // self.page_size
+        pages = np.asarray(found.device_indices)[:count]
+        swa = None
+        if self.config.has_swa:
+            swa = self._tokens(read_swa_pages(state, found.path)[:count])
+        node = int(host.best_match_node)
+        handle = TreeHandle(rank, node, host if node else None)
+        slot = int(host.cow_src_slot)
+        if params.req is not None and params.cow_recurrent:
+            params.req.recurrent_cow_src_index = slot
+        return MatchResult(
+            self._tokens(pages),
+            handle,
+            handle,
+            handle,
+            swa_indices=swa,
+            full_kv_hit_length=int(host.full_kv_hit_length),
+            swa_branching_seqlen=int(host.swa_branching_seqlen),
+            recurrent_branching_seqlen=int(host.recurrent_branching_seqlen),
+            cow_src_slot=slot,
+            lost_tokens=tuple(host.lost_tokens.tolist()),
+        )
+
+    def peek_prefix_len(self, key: RadixKey) -> int:
+        """Tokens that `match_prefix` would hit; nothing changes."""
+        rank, pages = self._key(key)
+        if pages is None:
+            return 0
+        return int(jitted.peek_prefix_len(self.states[rank], pages).hit_length)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Put a key's whole pages into the tree; nothing is freed.
+
+        Args:
+          params: its locations must come from `alloc`, whole pages in order.
+        """
+        rank, key = self._key(params.key)
+        if key is None:
+            return InsertResult()
+        size = len(key.token_ids) // self.page_size
+        length = key.length
+        slot = np.int32(params.recurrent_value)
+        has_slot = self.config.has_recurrent
+        wanted = core.InsertParams(
+            key=key,
+            value=self._pages("value", params.value, length, size),
+            prev_prefix_len=np.int32(params.prev_prefix_len),
+            swa_value=self._pages("swa_value", params.swa_value, length, size)
+            if self.config.has_swa
+            else None,
+            swa_evicted_seqlen=np.int32(params.swa_evicted_seqlen)
+            if self.config.has_swa
+            else None,
+            recurrent_value=slot if has_slot else None,
+            recurrent_length=length if has_slot else None,
+        )
+        state, result = jitted.insert(self.states[rank], wanted)
+        self._keep(rank, state, key)
+        return host_insert_result(result)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free exactly so much, rounded up to pages, or all that is not locked."""
+        if self.disable:
+            return EvictResult()
+        self.hicache_write_back(params)
+        rank = self._rank(params.dp_rank)
+        wanted = core.EvictParams(
+            num_tokens=np.int32(params.num_tokens),
+            swa_num_tokens=np.int32(params.swa_num_tokens),
+            recurrent_num=np.int32(params.recurrent_num),
+        )
+        self.states[rank], result = jitted.evict(self.states[rank], wanted)
+        return EvictResult(*np.asarray(result.scalars).tolist())
+
+    def inc_lock_ref(self, node: TreeHandle) -> IncLockRefResult:
+        """Lock what a match found."""
+        if node.match is None:
+            return IncLockRefResult()
+        rank = node.dp_rank
+        self.states[rank], receipt = jitted.inc_lock_ref(self.states[rank], node.match)
+        receipt = dataclasses.replace(receipt, scalars=np.asarray(receipt.scalars))
+        if not receipt.serial:
+            raise RuntimeError("\n".join(describe(self.take_status(rank))))
+        return IncLockRefResult(receipt=receipt, delta=int(receipt.delta))
+
+    def dec_lock_ref(
+        self, node: TreeHandle, params: DecLockRefParams | None = None
+    ) -> DecLockRefResult:
+        """Give a lock back by its receipt.
+
+        Raises:
+          ValueError: there are no params.
+          RuntimeError: the lock has been given back already.
+        """
+        if params is None and node.match is not None:
+            raise ValueError(
+                "dec_lock_ref got no params; wanted those of the lock: only they say "
+                "what it holds. Pass lock.to_dec_params()."
+            )
+        if params is None or params.receipt is None:
+            return DecLockRefResult()
+        rank, receipt = node.dp_rank, params.receipt.to_dec_params()
+        self.states[rank], result = jitted.dec_lock_ref(self.states[rank], receipt)
+        is_released, delta = np.asarray(result.scalars).tolist()
+        if not is_released:
+            raise RuntimeError("\n".join(describe(self.take_status(rank))))
+        return DecLockRefResult(delta)
+
+    # Pools.
+
+    def alloc(self, num_tokens: int, dp_rank: int | None = None) -> Locations | None:
+        """Give whole pages for so many tokens, evicting exactly what is short."""
+        rank = self._rank(dp_rank)
+        count = -(-num_tokens // self.page_size)
+        wanted = [count, count if self.config.has_swa else 0, 0]
+        if not self._has_room(rank, wanted):
+            return None
+        bound, number = bucket(count), np.int32(count)
+        if not self.config.has_swa:
+            state, given = jitted.alloc_pages(
+                self.states[rank], number, max_new=bound, partial=False
+            )
+            self.states[rank] = state
+            return Locations(self._tokens(np.asarray(given.ids)[:count]))
+        self.states[rank], given = jitted.alloc_request(
+            self.states[rank],
+            number,
+            number,
+            np.int32(0),
+            max_pages=bound,
+            max_swa_pages=bound,
+            max_slots=1,
+        )
+        pages, swa = np.asarray(given.pages.ids), np.asarray(given.swa_pages.ids)
+        return Locations(self._tokens(pages[:count]), self._tokens(swa[:count]))
+
+    def _has_room(self, rank: int, wanted: Sequence[int]) -> bool:
+        """Whether free and evictable entries cover it; tells the host tier first."""
+        counters = self._counters(rank)
+        free = counters[Counter.RING_SIZE : Counter.RING_SIZE + 3]
+        evictable = counters[Counter.EVICTABLE : Counter.PROTECTED]
+        short = np.maximum(np.asarray(wanted) - free, 0)
+        if (short > evictable).any():
+            return False
+        if short.any():
+            size, (full, swa, slots) = self.page_size, short.tolist()
+            self.hicache_write_back(EvictParams(full * size, swa * size, slots, rank))
+        return True
+
+    def free(self, indices, dp_rank: int | None = None, swa_indices=None) -> None:
+        """Return pages that a request owns, by their token locations; 0 is padding."""
+        rank = self._rank(dp_rank)
+        for locations, operation in (
+            (indices, jitted.free_pages),
+            (swa_indices, jitted.free_swa_pages),
+        ):
+            if locations is None or not len(locations):
+                continue
+            pages = np.unique(np.asarray(locations) // self.page_size)
+            padded = pad(pages, bucket(len(pages)))
+            self.states[rank] = operation(self.states[rank], padded)
+
+    def available_size(self, dp_rank: int = 0) -> int:
+        """Free tokens of the FULL pool."""
+        return self._entry(dp_rank, Counter.RING_SIZE, FULL) * self.page_size
+
+    def swa_available_size(self, dp_rank: int = 0) -> int:
+        """Free tokens of the SWA pool."""
+        return self._entry(dp_rank, Counter.RING_SIZE, SWA) * self.page_size
+
+    def recurrent_available_size(self, dp_rank: int = 0) -> int:
+        """Free slots of the recurrent pool."""
+        return self._entry(dp_rank, Counter.RING_SIZE, RECURRENT)
+
+    # Requests.
+
+    def _take_slots(self, req: Request) -> bool:
+        owned = self.owned_slots
+        if not owned or req.recurrent_pool_idx:
+            return True
+        rank = self._rank(req.dp_rank)
+        if not self._has_room(rank, (0, 0, owned)):
+            return False
+        self.states[rank], given = jitted.alloc_slots(
+            self.states[rank], np.int32(owned), max_new=owned, partial=False
+        )
+        slots = np.asarray(given.ids).tolist()
+        req.recurrent_pool_idx, req.recurrent_track_slots = slots[0], slots[1:]
+        req.recurrent_next_track_idx = req.recurrent_last_track_seqlen = 0
+        return True
+
+    def release_clone(self, req: Request) -> None:
+        """The snapshot has been copied to the running slot: unlock its slot.
+
+        The rest of the request's lock stays; without SWA nothing else changes.
+        """
+        req.recurrent_cow_src_index = 0
+        if req.lock is None or req.lock.receipt is None or self.config.has_swa:
+            return
+        rank = self._rank(req.dp_rank)
+        self.states[rank], receipt = jitted.release_window(
+            self.states[rank], req.lock.receipt
+        )
+        receipt = dataclasses.replace(receipt, scalars=np.asarray(receipt.scalars))
+        req.lock = DecLockRefParams(receipt=receipt)
+
+    def cache_finished_req(self, req: Request, is_insert: bool = True) -> None:
+        """Publish a request that ends and give back all that it held."""
+        if req.req_pool_idx is None:
+            return
+        rank, result = self._rank(req.dp_rank), InsertResult()
+        table, key = self._tables.of(self.requests, req)
+        state, row, none = self.states[rank], np.int32(1), self._tables.no_receipt
+        if is_insert and not self.disable:
+            state, _, inserted = jitted.cache_finished_req(state, table, row, key, none)
+            result = host_insert_result(inserted)
+        else:
+            state, _ = jitted.abort_req(state, table, row, none)
+        self._keep(rank, state, key)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node, req.lock)
+        self.requests.free(req)
+        req.release()
+        self.hicache_write_through(req, result)
+
+    def cache_unfinished_req(self, req: Request) -> None:
+        """Publish what a request that goes on has written; its lock moves along."""
+        row, length = req.req_pool_idx, req.kv_committed_len
+        if row is None:
+            return
+        if not self.disable:
+            self._publish(req, row)
+        req.prefix_indices = self.requests.read(row, length)
+
+    def _publish(self, req: Request, row: int) -> None:
+        rank = self._rank(req.dp_rank)
+        table, key = self._tables.of(self.requests, req)
+        state, table, published = jitted.cache_unfinished_req(
+            self.states[rank], table, np.int32(1), key, self._tables.no_receipt
+        )
+        self._keep(rank, state, key)
+        seen = self._tables.read(state, table, published)
+        count = req.kv_allocated_len // self.page_size
+        swa = None if seen.swa_pages is None else self._tokens(seen.swa_pages[:count])
+        self.requests.write(row, 0, self._tokens(seen.pages[:count]), swa)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node, req.lock)
+        node = int(seen.match.best_match_node)
+        req.last_node = TreeHandle(rank, node, seen.match if node else None)
+        req.lock = DecLockRefParams(receipt=seen.receipt)
+        req.cache_protected_len = req.last_matched_prefix_len = seen.protected_length
+        if req.recurrent_track_slots:
+            req.recurrent_track_slots = seen.track_slots
+            req.recurrent_last_track_seqlen = seen.last_track_len
+
+    def evict_req_swa(self, req: Request, num_tokens: int) -> int:
+        """Let go of a request's own SWA pages behind its window; not the tree's."""
+        if not self.config.has_swa or req.req_pool_idx is None:
+            return 0
+        start = max(req.swa_evicted_seqlen, req.cache_protected_len)
+        end = self._swa_frontier(num_tokens, self.config.sliding_window_size)
+        if end <= start:
+            return 0
+        table = self.requests.swa
+        assert table is not None
+        gone = table[req.req_pool_idx, start:end]
+        count = int(np.count_nonzero(gone))
+        self.free(NO_INDICES, req.dp_rank, gone.copy())
+        table[req.req_pool_idx, start:end] = 0
+        req.swa_evicted_seqlen = end
+        return count
+
+    # Capabilities and sizes.
+
+    def supports_swa(self) -> bool:
+        """Whether the config has SWA."""
+        return self.config.has_swa
+
+    def supports_recurrent(self) -> bool:
+        """Whether the config has RECURRENT."""
+        return self.config.has_recurrent
+
+    def recurrent_extra_buffer_active(self) -> bool:
+        """Whether snapshots are published through track slots."""
+        return self.config.enable_recurrent_extra_buffer and not self.disable
+
+    def full_evictable_size(self, dp_rank: int = 0) -> int:
+        """Unlocked FULL tokens of the tree."""
+        return self._entry(dp_rank, Counter.EVICTABLE, FULL) * self.page_size
+
+    def full_protected_size(self, dp_rank: int = 0) -> int:
+        """Locked FULL tokens of the tree."""
+        return self._entry(dp_rank, Counter.PROTECTED, FULL) * self.page_size
+
+    def swa_evictable_size(self, dp_rank: int = 0) -> int:
+        """Unlocked SWA tokens of the tree."""
+        return self._entry(dp_rank, Counter.EVICTABLE, SWA) * self.page_size
+
+    def swa_protected_size(self, dp_rank: int = 0) -> int:
+        """Locked SWA tokens of the tree."""
+        return self._entry(dp_rank, Counter.PROTECTED, SWA) * self.page_size
+
+    def recurrent_evictable_size(self, dp_rank: int = 0) -> int:
+        """Unlocked snapshots."""
+        return self._entry(dp_rank, Counter.EVICTABLE, RECURRENT)
+
+    def recurrent_protected_size(self, dp_rank: int = 0) -> int:
+        """Locked snapshots."""
+        return self._entry(dp_rank, Counter.PROTECTED, RECURRENT)
+
+    def assert_recurrent_slot_ledger(
+        self, dp_rank: int = 0, live_reqs: list[Request] | None = None
+    ) -> int:
+        """Check that active + tree + free slots are the pool, see the base class."""
+        return self._tables.check_slots(self.states[dp_rank], dp_rank, live_reqs)
+
+    def tree_text(self) -> str:
+        """The trees as text."""
+        texts = [f"rank {r}\n{tree_string(s)}" for r, s in enumerate(self.states)]
+        return "\n".join(texts)
+
+    def raise_if_bad(self) -> None:
+        """Raise if an operation met trouble that no method reported.
+
+        Raises:
+          RuntimeError: what happened and what to do.
+        """
+        lines = [
+            f"rank {rank}: {line}"
+            for rank, state in enumerate(self.states)
+            for line in describe(state.status)
+        ]
+        if lines:
+            raise RuntimeError("The cache met trouble.\n  " + "\n  ".join(lines))
+
+    def take_status(self, dp_rank: int = 0) -> Status:
+        """The status bits of a rank since the last call."""
+        state = self.states[dp_rank]
+        status = Status(int(self._counters(dp_rank)[Counter.STATUS]))
+        counters = state.counters.at[int(Counter.STATUS)].set(0)
+        self.states[dp_rank] = dataclasses.replace(state, counters=counters)
+        return status
+
+    # Between tokens and pages.
+
+    def _key(self, key: Any) -> tuple[int, core.RadixKey | None]:
+        """``(rank, key of the core)``; no key where it has no whole page."""
+        if not isinstance(key, RadixKey):
+            key = RadixKey(key)
+        rank = self._rank(key.dp_rank)
+        if self.disable or len(key) < self.page_size:
+            return rank, None
+        whole = len(key) // self.page_size * self.page_size
+        pages = radix_key(
+            key.token_ids[:whole],
+            self.config,
+            extra_key=key.extra_key,
+            cache_salt=key.cache_salt,
+        )
+        return rank, pages
+
+    def _no_match(self, rank: int, req: Any) -> MatchResult:
+        root = TreeHandle(rank)
+        if req is not None:
+            req.recurrent_cow_src_index = 0
+        swa = NO_INDICES if self.config.has_swa else None
+        return MatchResult(NO_INDICES, root, root, root, swa_indices=swa)
+
+    def _tokens(self, pages: np.ndarray) -> np.ndarray:
+        """Token locations of pages; page 0, none, has location 0."""
+        tokens = pages[:, None] * np.int32(self.page_size) + self._offsets
+        return np.where(pages[:, None] > 0, tokens, 0).reshape(-1)
+
+    def _pages(self, name: str, locations: Any, length, size: int) -> np.ndarray:
+        """Pages of token locations, 0-padded to `size`.
+
+        Raises:
+          ValueError: they are too few, or no whole pages in order.
+        """
+        if locations is None or len(locations) < length:
+            count = 0 if locations is None else len(locations)
+            raise ValueError(
+                f"{name} has {count} locations for {length} tokens; wanted one each. "
+                "Pass the request's row of the table."
+            )
+        grid = np.asarray(locations, np.int32)[:length].reshape(-1, self.page_size)
+        pages = grid[:, 0] // self.page_size
+        if not np.array_equal(self._tokens(pages), grid.reshape(-1)):
+            raise ValueError(
+                f"{name} is not made of whole pages in order; wanted locations "
+                "page * page_size + offset. Pass what alloc and match_prefix gave."
+            )
+        return pad(pages, size)
+
+    def _counters(self, rank: int) -> np.ndarray:
+        return np.asarray(self.states[rank].counters)
+
+    def _entry(self, rank: int, counter: Counter, component: ComponentType) -> int:
+        return int(self._counters(rank)[counter + component])
+
+    def _keep(self, rank: int, state, key: core.RadixKey) -> None:
+        """Store a rank's next state; compact its clock long before it is high."""
+        # An operation advances the clock by about the pages of its key, twice at most.
+        self._ticks[rank] += 4 * (len(key.token_ids) // self.page_size + 1)
+        if self._ticks[rank] > _COMPACT_AFTER:
+            state = jitted.compact_clock(state)
+            self._ticks[rank] = int(state.clock)
+        self.states[rank] = state
+
+
+def bucket(count: int) -> int:
+    """The power of two that holds `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def pad(ids: np.ndarray, size: int) -> np.ndarray:
+    """Ids as int32 [size], 0-padded."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(ids)] = ids
+    return padded
+
+
+def host_insert_result(result: core.InsertResult) -> InsertResult:
+    """An insert's scalars on the host."""
+    prefix, inserted, exist, committed = np.asarray(result.scalars).tolist()
+    return InsertResult(prefix, inserted, bool(exist), bool(committed))
