@@ -82,8 +82,11 @@ def move_rows(
 
 def _by_slices(sources, buffers, source_rows, buffer_rows):
     """Read and write one row at a time: a scatter would lay the buffer out anew."""
-    # A lane without work writes row 0 as it is. That row is read once, before the loop:
-    # read inside, XLA would lay it out as the new row is, and the whole buffer with it.
+    # A lane without work writes row 0 as it is. Where it comes from elsewhere it is read
+    # once, before the loop: read inside, XLA would lay it out as the new row is, and the
+    # whole buffer with it.
+    if sources is None:
+        source_rows = jnp.where(buffer_rows > 0, source_rows, 0)
     dummies = [buffer[:1] for buffer in buffers]
 
     def move_row(buffers, rows):
@@ -91,8 +94,9 @@ def _by_slices(sources, buffers, source_rows, buffer_rows):
         moved = []
         for place, buffer in enumerate(buffers):
             source = buffer if sources is None else sources[place]
-            new = jax.lax.dynamic_slice_in_dim(source, read, 1)
-            row = jnp.where(write > 0, new, dummies[place])
+            row = jax.lax.dynamic_slice_in_dim(source, read, 1)
+            if sources is not None:
+                row = jnp.where(write > 0, row, dummies[place])
             moved.append(jax.lax.dynamic_update_slice_in_dim(buffer, row, write, 0))
         return moved, None
 
