@@ -62,6 +62,7 @@ def model_config(family: str) -> ModelConfig:
     )
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def init(key, config: ModelConfig) -> Model:
     """Random weights, from which recall is soon learned.
 
@@ -195,6 +196,7 @@ def whole(token_ids) -> Lanes:
 
 def logits_of(model: Model, token_ids):
     """Logits after each token: `forward` without its pools, and with every position."""
+    assert model.head is not None
     config, lanes = model.config, whole(token_ids)
     pools = OnePass(model, token_ids.shape)
     x = model.embedding[token_ids]

@@ -1,5 +1,7 @@
 """A hybrid trained on recall remembers through its snapshots, and must need them."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -9,22 +11,24 @@ from serving_harness import FAST
 from uhrc_fn.serving.models.model import forward, init_pools
 
 FAMILIES = example.FAMILIES
+draw = jax.jit(example.draw, static_argnums=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_forward_of_training_is_the_forward_of_serving(family):
     config = example.model_config(family)
     model = example.init(jax.random.key(3), config)
-    ids = example.draw(jax.random.key(4), 3).token_ids
+    ids = draw(jax.random.key(4), 3).token_ids
     lanes = example.whole(ids)
     pools = init_pools(config, num_pages=3, page_size=ids.shape[1], num_slots=3)
-    _, wanted = jax.jit(forward)(model, pools, lanes)
-    got = jax.jit(example.logits_of)(model, ids)[:, -1]
+    jit = functools.partial(jax.jit, compiler_options=FAST)
+    _, wanted = jit(forward)(model, pools, lanes)
+    got = jit(example.logits_of)(model, ids)[:, -1]
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
 def test_what_is_asked_was_there_before():
-    batch = example.draw(jax.random.key(0), 64)
+    batch = draw(jax.random.key(0), 64)
     ids, is_asked = np.asarray(batch.token_ids), np.asarray(batch.is_asked)
     assert (ids[:, 0] == example.START).all()
     for row, asked in zip(ids, is_asked, strict=True):
