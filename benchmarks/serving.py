@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+if "--default-settings" not in sys.argv:
+    os.environ["NPROC"] = "1"  # XLA sizes its thread pool by it
 
 from hosts import oracle_maker, peer_maker
 from serving_cases import (
@@ -30,6 +32,7 @@ from serving_cases import (
     unshared_prompts,
 )
 from serving_host import HostEngine, OracleIndex, PeerIndex
+from timing import core_to_use, enter_one_core
 
 import uhrc_fn
 from uhrc_fn.serving.models.config import ModelConfig, small_config
@@ -55,6 +58,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES,
                         help="decode lanes of the steps table")  # fmt: skip
+    parser.add_argument("--core", type=int, help="which core to stay on")
+    parser.add_argument("--default-settings", action="store_true", help="all cores")
     return parser.parse_args()
 
 
@@ -89,17 +94,15 @@ def in_turn(
     for turn in range(rounds + 2):
         prompts = prompts_of(turn)
         # Who goes first changes, so that none always follows the same one.
-        names = list(engines)[turn % len(engines) :] + list(engines)[
-            : turn % len(engines)
-        ]
-        for name in names:
+        first = turn % len(engines)
+        for name in [*engines][first:] + [*engines][:first]:
             before(name)
             runs[name].append(serve(engines[name], prompts, output, width))
         outputs = {name: runs[name][-1].outputs for name in engines}
-        first = next(iter(engines))
-        wrong = [name for name in engines if outputs[name] != outputs[first]]
-        if wrong:
-            raise SystemExit(f"{', '.join(wrong)}: other tokens than {first}")
+        one = next(iter(engines))
+        others = [name for name in engines if outputs[name] != outputs[one]]
+        if others:
+            raise SystemExit(f"{', '.join(others)}: other tokens than {one}")
     return {name: each[2:] for name, each in runs.items()}
 
 
@@ -266,6 +269,8 @@ def print_row(row: dict) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    if not arguments.default_settings:
+        enter_one_core(core_to_use(arguments.core))
     made = zip(PARTS, (steps_table, share_table, shared_prefix_table), strict=True)
     tables = {}
     for name, table in made:

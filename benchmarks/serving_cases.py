@@ -90,9 +90,7 @@ def grouped_prompts(
     systems = unshared_prompts(groups, system, seed=0)
     dice = np.random.default_rng((1, turn))
     draw = lambda: dice.integers(1, VOCABULARY, question).astype(np.int32)
-    prompts = [
-        np.concatenate([head, draw()]) for head in systems for _ in range(each)
-    ]
+    prompts = [np.concatenate([head, draw()]) for head in systems for _ in range(each)]
     return [prompts[i] for i in dice.permutation(len(prompts))]
 
 
