@@ -44,9 +44,9 @@ SYSTEM = (
 )
 QUESTIONS = (
     "What is the capital of France?",
-    "And what is it famous for?",
-    "How long may I keep a book?",
-    "Thank you! Which planet is the largest?",
+    "What is the capital of Italy?",
+    "Which planet is the largest?",
+    "How much is two plus two?",
 )
 
 _EXAMPLES = {
