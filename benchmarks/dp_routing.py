@@ -292,6 +292,8 @@ def plot_rows(path: str, rows: list[dict]) -> None:
         top.bar(places, [row["hit_ratio"] for row in mine], color="#0072b2")
         single = mine[0]["single_tree_hit_ratio"]
         top.axhline(single, color="#555555", linestyle=":", label="one tree")
+        aim = LEAST_OF_SINGLE * single
+        top.axhline(aim, color="#cc79a7", linestyle="--", label="aim")
         top.set(title=name, ylabel="hit ratio", ylim=(0, 1))
         for shift, key, colour in (
             (-0.2, "imbalance", "#009e73"),
