@@ -7,7 +7,6 @@ whole capacity is what no routing could lose. Loads are simulated, see README.md
 """
 
 import argparse
-import dataclasses
 import functools
 import heapq
 import json
@@ -19,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from routing_report import plot_rows, print_rows
+from routing_trace import Trace, read_trace
 
 from uhrc_fn import CacheConfig, init, jitted
 from uhrc_fn.config import CLOCK_LIMIT
 from uhrc_fn.engine import dp_routing as dp
 from uhrc_fn.params import RadixKey
-from uhrc_fn.replay import Workload, load_trace, prefix_nodes
+from uhrc_fn.replay import Workload, prefix_nodes
 from uhrc_fn.replay.engine import (
     _chunks,
     _padded_tokens,
@@ -32,11 +33,8 @@ from uhrc_fn.replay.engine import (
     _widths,
     replay,
 )
-from uhrc_fn.replay.traces import recognise
-from uhrc_fn.replay.traces.reading import parse_lines
 
 POLICIES = ("round_robin", "min_running_queue", "shape_aware", "cache_aware")
-MOST_IMBALANCE, LEAST_OF_SINGLE = 1.2, 0.9
 
 
 class Service(NamedTuple):
@@ -48,49 +46,6 @@ class Service(NamedTuple):
 
     def seconds(self, uncached: int, output: int) -> float:
         return uncached / self.prefill_tokens_per_s + output * self.seconds_per_token
-
-
-class Trace(NamedTuple):
-    """A workload with what a replay leaves out: arrivals and answers."""
-
-    workload: Workload
-    seconds: np.ndarray
-    output_tokens: np.ndarray
-
-
-def read_trace(path: Path, limit: int | None, speed: float, page_tokens: int) -> Trace:
-    """Read a trace; the order of the requests is that of `load_trace`."""
-    rows = [(line.value, line) for line in parse_lines(path)]
-    if recognise(path) == "mooncake":
-        rows = [(r["timestamp"] / 1000, r["output_length"]) for r, _ in rows]
-    elif recognise(path) == "claude code":
-        rows = [(r[0], r[3]) for session, _ in rows for r in session["reqs"]]
-        rows.sort(key=lambda row: row[0])
-    else:
-        raise SystemExit(f"{path}: wanted a Mooncake or a Claude Code trace.")
-    seconds, outputs = zip(*rows[:limit], strict=True)
-    workload = merge_blocks(load_trace(path, limit=limit), page_tokens)
-    return Trace(workload, np.array(seconds) / speed, np.array(outputs))
-
-
-def merge_blocks(workload: Workload, page_tokens: int) -> Workload:
-    """Make pages of whole blocks, each named by its whole prefix."""
-    blocks, rest = divmod(page_tokens, workload.page_tokens)
-    if rest or not blocks or (blocks > 1 and workload.weights is not None):
-        raise SystemExit(
-            f"--page-tokens {page_tokens}: wanted a multiple of the trace's block of "
-            f"{workload.page_tokens}, or that itself where last blocks are partial."
-        )
-    if blocks == 1:
-        return workload
-    nodes = prefix_nodes(workload).nodes
-    lengths = np.diff(workload.offsets) // blocks
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    shift = np.repeat(workload.offsets[:-1] - offsets[:-1] * blocks, lengths)
-    last = np.arange(offsets[-1]) * blocks + blocks - 1 + shift
-    return dataclasses.replace(
-        workload, keys=nodes[last], offsets=offsets, page_tokens=page_tokens
-    )
 
 
 class Loads:
@@ -252,63 +207,6 @@ def row_of(trace: Trace, policy: str, affinity: dp.Affinity, outcome: Outcome,
         "mean_live": outcome.mean_live,
     }
     return row | (affinity._asdict() if policy == "cache_aware" else {})
-
-
-def print_rows(rows: list[dict], file) -> None:
-    columns = ("hit_ratio", "of single", "imbalance", "uncached", "live", "deferred")
-    print(
-        f"{'trace':24}{'policy':32}" + "".join(f"{c:>11}" for c in columns), file=file
-    )
-    for row in rows:
-        numbers = (
-            row["hit_ratio"],
-            row["hit_ratio"] / row["single_tree_hit_ratio"],
-            row["imbalance"],
-            row["imbalance_uncached"],
-            row["mean_live"],
-        )
-        cells = "".join(f"{x:>11.4f}" for x in numbers)
-        name = label_of(row)
-        print(f"{row['trace']:24}{name:32}{cells}{row['deferred']:>11}", file=file)
-
-
-def label_of(row: dict) -> str:
-    if row["policy"] != "cache_aware":
-        return row["policy"]
-    return "cache_aware {max_skew},{max_skew_percent},{holder_percent}".format(**row)
-
-
-def plot_rows(path: str, rows: list[dict]) -> None:
-    """Hit ratio and imbalance of every policy, a panel each, traces side by side."""
-    from matplotlib.figure import Figure
-
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure = Figure(figsize=(5 * len(traces), 7), layout="constrained")
-    axes = figure.subplots(2, len(traces), squeeze=False)
-    for column, name in enumerate(traces):
-        mine = [row for row in rows if row["trace"] == name]
-        places, labels = range(len(mine)), [label_of(row) for row in mine]
-        top, bottom = axes[:, column]
-        top.bar(places, [row["hit_ratio"] for row in mine], color="#0072b2")
-        single = mine[0]["single_tree_hit_ratio"]
-        top.axhline(single, color="#555555", linestyle=":", label="one tree")
-        aim = LEAST_OF_SINGLE * single
-        top.axhline(aim, color="#cc79a7", linestyle="--", label="aim")
-        top.set(title=name, ylabel="hit ratio", ylim=(0, 1))
-        for shift, key, colour in (
-            (-0.2, "imbalance", "#009e73"),
-            (0.2, "imbalance_uncached", "#d55e00"),
-        ):
-            values = [row[key] for row in mine]
-            bottom.bar(
-                [p + shift for p in places], values, 0.4, color=colour, label=key
-            )
-        bottom.axhline(MOST_IMBALANCE, color="#555555", linestyle=":", label="aim")
-        bottom.set(ylabel="most over mean", ylim=(0.9, None))
-        for panel in (top, bottom):
-            panel.set_xticks(places, labels, rotation=20, ha="right", fontsize=8)
-            panel.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
 
 
 def parse_arguments() -> argparse.Namespace:
