@@ -81,26 +81,28 @@ def move_rows(
 
 
 def _by_slices(sources, buffers, source_rows, buffer_rows):
-    """Read and write one row at a time: a scatter would lay the buffer out anew."""
-    # A lane without work writes row 0 as it is. Where it comes from elsewhere it is read
-    # once, before the loop: read inside, XLA would lay it out as the new row is, and the
-    # whole buffer with it.
-    if sources is None:
-        source_rows = jnp.where(buffer_rows > 0, source_rows, 0)
-    dummies = [buffer[:1] for buffer in buffers]
+    """Read and write one row at a time: a scatter would lay the buffer out anew.
 
-    def move_row(buffers, rows):
-        read, write = rows
+    The loop ends behind the last lane with work: where nobody has any it costs nothing.
+    """
+    # A lane without work writes row 0 as it is. That row is read once, before the loop:
+    # read inside, XLA would lay it out as the new row is, and the whole buffer with it.
+    dummies = [buffer[:1] for buffer in buffers]
+    behind = jnp.arange(1, buffer_rows.size + 1, dtype=jnp.int32)
+    end = jnp.max(jnp.where(buffer_rows > 0, behind, 0))
+
+    def move_row(lane, buffers):
+        read = jax.lax.dynamic_index_in_dim(source_rows, lane, keepdims=False)
+        write = jax.lax.dynamic_index_in_dim(buffer_rows, lane, keepdims=False)
         moved = []
         for place, buffer in enumerate(buffers):
             source = buffer if sources is None else sources[place]
-            row = jax.lax.dynamic_slice_in_dim(source, read, 1)
-            if sources is not None:
-                row = jnp.where(write > 0, row, dummies[place])
+            new = jax.lax.dynamic_slice_in_dim(source, read, 1)
+            row = jnp.where(write > 0, new, dummies[place])
             moved.append(jax.lax.dynamic_update_slice_in_dim(buffer, row, write, 0))
-        return moved, None
+        return moved
 
-    return jax.lax.scan(move_row, list(buffers), (source_rows, buffer_rows))[0]
+    return jax.lax.fori_loop(jnp.int32(0), end, move_row, list(buffers))
 
 
 def _by_dma(sources, buffers, source_rows, buffer_rows, *, name: str, interpret):
