@@ -212,8 +212,10 @@ def loss_of(model: Model, batch: Batch):
     logits = logits_of(model, batch.token_ids)[:, 1::2]
     wanted = batch.token_ids[:, 2::2]
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=2)
-    mean = lambda x: jnp.sum(batch.is_asked * x) / jnp.sum(batch.is_asked)
-    return -mean(log_p[..., 0]), mean(jnp.argmax(logits, axis=-1) == wanted)
+    asked = batch.is_asked.astype(jnp.float32)
+    mean = lambda x: jnp.sum(asked * x) / jnp.sum(asked)
+    is_right = jnp.argmax(logits, axis=-1) == wanted
+    return -mean(log_p[..., 0]), mean(is_right.astype(jnp.float32))
 
 
 class Adam(NamedTuple):
