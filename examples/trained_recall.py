@@ -369,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the example; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
-    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--documents", type=int, default=8)
     arguments = parser.parse_args(argv)
     start = time.perf_counter()
     say = lambda step, loss, recall: print(
