@@ -41,9 +41,11 @@ class RowTables:
     Args:
       config: of the cache.
       num_track_slots: of each request.
+      buckets: static sizes.
     """
 
-    def __init__(self, config: CacheConfig, num_track_slots: int):
+    def __init__(self, config: CacheConfig, num_track_slots: int, buckets: Any):
+        self.buckets = buckets
         self.config = config
         self.num_track_slots = num_track_slots
         self.no_receipt = core.IncLockRefResult(
@@ -60,7 +62,7 @@ class RowTables:
         """
         row, size = req.req_pool_idx, self.config.page_size
         count = -(-req.kv_allocated_len // size)
-        width = 1 << max(count - 1, 0).bit_length()
+        width = self.buckets.of(count)
         pages = self._row(requests.full, row, count, width)
         has_swa = self.config.has_swa
         swa = self._row(requests.swa, row, count, width) if has_swa else pages[:, :0]
@@ -96,7 +98,7 @@ class RowTables:
         else:
             table = ReqToTokenPool(**common)
         key = req.key(req.kv_committed_len)
-        pages_of_key = min(width, self.config.max_prefix_pages)
+        pages_of_key = self.buckets.of_key(count)
         return table, radix_key(
             key.token_ids[: pages_of_key * size],
             self.config,
