@@ -85,8 +85,11 @@ def _by_slices(sources, buffers, source_rows, buffer_rows):
 
     The loop ends behind the last lane with work: where nobody has any it costs nothing.
     """
-    # A lane without work writes row 0 as it is. That row is read once, before the loop:
-    # read inside, XLA would lay it out as the new row is, and the whole buffer with it.
+    # A lane without work writes row 0 as it is. Where new rows come from elsewhere, that
+    # row is read once, before the loop: read inside, XLA would lay it out as they are,
+    # and the whole buffer with it.
+    if sources is None:
+        source_rows = jnp.where(buffer_rows > 0, source_rows, 0)
     dummies = [buffer[:1] for buffer in buffers]
     behind = jnp.arange(1, buffer_rows.size + 1, dtype=jnp.int32)
     end = jnp.max(jnp.where(buffer_rows > 0, behind, 0))
@@ -97,11 +100,14 @@ def _by_slices(sources, buffers, source_rows, buffer_rows):
         moved = []
         for place, buffer in enumerate(buffers):
             source = buffer if sources is None else sources[place]
-            new = jax.lax.dynamic_slice_in_dim(source, read, 1)
-            row = jnp.where(write > 0, new, dummies[place])
+            row = jax.lax.dynamic_slice_in_dim(source, read, 1)
+            if sources is not None:
+                row = jnp.where(write > 0, row, dummies[place])
             moved.append(jax.lax.dynamic_update_slice_in_dim(buffer, row, write, 0))
         return moved
 
+    if buffer_rows.size == 1:
+        return move_row(jnp.int32(0), list(buffers))
     return jax.lax.fori_loop(jnp.int32(0), end, move_row, list(buffers))
 
 

@@ -6,7 +6,7 @@ that a match has reported. Lengths are in tokens, counted from the start of the 
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -60,7 +60,7 @@ def resolve_track_interval(
     return value
 
 
-def next_boundary(prefix_length, interval: int, branching_length=0):
+def next_boundary(prefix_length, interval: int, branching_length: Any = 0):
     """First length past the prefix at which a prefill must stop.
 
     Args:
@@ -93,7 +93,7 @@ def cut_prefill(
     *,
     interval: int,
     page_size: int,
-    branching_length=0,
+    branching_length: Any = 0,
 ) -> PrefillCut:
     """Cut what is left of a prompt at the next boundary and at the token budget.
 
@@ -126,7 +126,7 @@ def cut_prefills(
     *,
     interval: int,
     page_size: int,
-    branching_length=0,
+    branching_length: Any = 0,
     max_unfinished: int = 1,
 ) -> PrefillCut:
     """Share one forward's token budget among prefills, first come, first served.

@@ -65,7 +65,7 @@ def advance_tracks(
     num_new,
     *,
     interval: int,
-    branching_length=0,
+    branching_length: Any = 0,
 ) -> tuple[TrackSlots, TrackMetadata]:
     """Say where a forward leaves its final state, and turn the roles.
 

@@ -64,7 +64,6 @@ def _first_waiting(state: ServeState):
 
 def _next_turn(state: ServeState) -> tuple[ServeState, _Turn]:
     """Match the request whose turn it is, and decide on counts alone."""
-    assert state.cache is not None
     requests, config = state.requests, state.config
     row = _first_waiting(state)
     # One token is left to compute: its logits are the next token.
@@ -164,6 +163,7 @@ def _lock(state: ServeState, turn: _Turn) -> tuple[ServeState, _Held]:
 
 
 def _lock_and_clone(state: ServeState, turn: _Turn) -> tuple[ServeState, _Held]:
+    assert state.pools.states is not None
     cache, states, clone = cow_clone(state.cache, state.pools.states, turn.match)
     pools = dataclasses.replace(state.pools, states=states)
     state = dataclasses.replace(state, cache=cache, pools=pools)

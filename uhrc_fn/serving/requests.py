@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from ..params import IncLockRefResult, RadixKey
+from ..params import HostArray, IncLockRefResult, RadixKey
 from ..tree_arrays import DROP, NULL
 from .config import ServeConfig
 
@@ -87,15 +87,15 @@ class Requests(eqx.Module):
 class Arrivals(eqx.Module):
     """New requests, padded: those of row 0 are none. The host makes it."""
 
-    row: Int32[Array, " lanes"]
-    arrival: Int32[Array, " lanes"]
-    token_ids: Int32[Array, " lanes tokens"]
-    length: Int32[Array, " lanes"]
-    limit: Int32[Array, " lanes"]
-    stop_tokens: Int32[Array, " lanes stops"]
-    temperature: Float[Array, " lanes"]
-    seed: Int32[Array, " lanes"]
-    namespace: Int32[Array, " lanes 4"]
+    row: Int32[HostArray, " lanes"]
+    arrival: Int32[HostArray, " lanes"]
+    token_ids: Int32[HostArray, " lanes tokens"]
+    length: Int32[HostArray, " lanes"]
+    limit: Int32[HostArray, " lanes"]
+    stop_tokens: Int32[HostArray, " lanes stops"]
+    temperature: Float[HostArray, " lanes"]
+    seed: Int32[HostArray, " lanes"]
+    namespace: Int32[HostArray, " lanes 4"]
 
 
 def init_requests(config: ServeConfig) -> Requests:

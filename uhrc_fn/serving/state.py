@@ -19,8 +19,8 @@ from .requests import Requests, init_requests
 class ServeState(eqx.Module):
     """Cache, pools and request tables; donate it to every step."""
 
-    cache: CacheState | None
-    """The prefix cache; `None` where there is none."""
+    cache: CacheState
+    """The prefix cache; `None` where the config wants none."""
     pools: Pools
     tables: ReqToTokenPool
     requests: Requests
@@ -45,7 +45,7 @@ def init_serving(config: ServeConfig, pools: Pools) -> ServeState:
     has_slots = config.cache.has_recurrent
     make = init_hybrid_req_to_token_pool if has_slots else init_req_to_token_pool
     state = ServeState(
-        cache=init(config.cache) if config.use_cache else None,
+        cache=init(config.cache) if config.use_cache else None,  # type: ignore[arg-type]
         pools=pools,
         tables=make(config.tables),
         requests=init_requests(config),
