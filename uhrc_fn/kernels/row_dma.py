@@ -85,7 +85,7 @@ def _by_slices(sources, buffers, source_rows, buffer_rows):
 
     The loop ends behind the last lane with work: where nobody has any it costs nothing.
     """
-    # A lane without work writes row 0 as it is. Where new rows come from elsewhere, that
+    # A lane without work writes row 0 as it is. If new rows come from elsewhere, that
     # row is read once, before the loop: read inside, XLA would lay it out as they are,
     # and the whole buffer with it.
     if sources is None:
