@@ -172,8 +172,8 @@ def may_hold(components: str, name: str) -> dict[str, int]:
         "insert_batch": [{"while": 1}],
         "alloc_batch": [plans, {"scan": 1}],
         # On a CPU piece by piece of a state, one loop a buffer. On a TPU by a kernel,
-        # and one by one where a row is narrow.
-        "cow_clone": [selects, {"scan": 2, "while": 1, "pallas_call": 1}],
+        # and without a loop where a row is narrow: it is one.
+        "cow_clone": [selects, {"scan": 2, "pallas_call": 1}],
         # Sorts by design; it runs between steps, once in 2^30 ticks.
         "compact_clock": [{"sort": 1}] * (others + 1),
     }
