@@ -68,20 +68,20 @@ class RankStates(BasePrefixCache):
         wanted = [count, count if self.config.has_swa else 0, 0]
         if not self._has_room(rank, wanted):
             return None
-        bound, number = self._buckets.of(count), np.int32(count)
+        number, bound = np.int32(count), self._buckets.of(count)
+        most = [min(bound, capacity) for capacity in self.config.capacities]
         if not self.config.has_swa:
-            state, given = jitted.alloc_pages(
-                self.states[rank], number, max_new=bound, partial=False
+            self.states[rank], given = jitted.alloc_pages(
+                self.states[rank], number, max_new=most[FULL], partial=False
             )
-            self.states[rank] = state
             return Locations(self._tokens(np.asarray(given.ids)[:count]))
         self.states[rank], given = jitted.alloc_request(
             self.states[rank],
             number,
             number,
             np.int32(0),
-            max_pages=bound,
-            max_swa_pages=bound,
+            max_pages=most[FULL],
+            max_swa_pages=most[SWA],
             max_slots=1,
         )
         pages, swa = np.asarray(given.pages.ids), np.asarray(given.swa_pages.ids)
