@@ -8,6 +8,7 @@ import pytest
 
 from uhrc_fn.components import REGISTRY, SWAComponent
 from uhrc_fn.config import ComponentType
+from uhrc_fn.engine.build import build_kv_cache
 from uhrc_fn.engine.flags import (
     UNIFIED_ENV,
     CacheFlags,
@@ -16,7 +17,6 @@ from uhrc_fn.engine.flags import (
 )
 from uhrc_fn.engine.registry import (
     BuildContext,
-    build_kv_cache,
     choose_cache,
     register_cache,
     register_component,

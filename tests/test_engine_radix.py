@@ -6,8 +6,9 @@ import pytest
 from uhrc_fn.engine.allocator import PageAllocator
 from uhrc_fn.engine.chunk_cache import ChunkCache
 from uhrc_fn.engine.params import EvictParams, InsertParams, MatchPrefixParams, RadixKey
-from uhrc_fn.engine.radix_cache import RadixCache, TreeNode, match_length
+from uhrc_fn.engine.radix_cache import RadixCache
 from uhrc_fn.engine.request import Request, RequestTable
+from uhrc_fn.engine.tree_node import TreeNode, match_length
 
 
 def radix(page_size=1, dp_size=1, num_pages=64, disable=False) -> RadixCache:

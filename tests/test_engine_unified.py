@@ -416,6 +416,33 @@ def test_requests_wait_for_slots_and_evict_exactly_the_shortfall():
     check(cache, [waits])
 
 
+@pytest.mark.parametrize("components", ["base", ("FULL", "RECURRENT")])
+def test_an_idle_rank_moves_a_snapshot_that_it_could_not_clone(components):
+    slots = 1 if components == "base" else 3
+    cache = build(components, slots=slots)
+    cache.cache_finished_req(serve(cache, A, 20, snapshot=16))
+    kept = match(cache, A).cow_src_slot
+    req = Request([*A, 1, 2])
+    hit = cache.start_req(req).hit_length
+    assert hit == (20 if components == "base" else 16)
+    assert req.recurrent_pool_idx == kept and req.recurrent_cow_src_index == 0
+    assert cache.recurrent_total_size() == 0 and cache.protected_size() == hit
+    assert cache.assert_recurrent_slot_ledger(0, [req]) == slots
+    check(cache, [req])
+    assert cache.start_req(Request(A)) is None
+    cache.cache_finished_req(req, is_insert=False)
+    assert cache.recurrent_available_size() == slots
+    check(cache)
+
+
+def test_a_request_longer_than_the_table_is_refused_before_it_allocates():
+    cache = build()
+    req = serve(cache, A, 4)
+    with pytest.raises(ValueError, match="Raise max_tokens"):
+        cache.extend_req(req, 129)
+    check(cache, [req])
+
+
 def test_a_live_request_without_a_replacement_tries_again():
     cache = build(("FULL", "RECURRENT"))
     req = serve(cache, A, 20, snapshot=16)

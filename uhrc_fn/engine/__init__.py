@@ -12,6 +12,7 @@ Every cache is a `BasePrefixCache`; ask it what it supports, not what it is.
 from .allocator import PageAllocator as PageAllocator
 from .allocator import SWAPageAllocator as SWAPageAllocator
 from .base import BasePrefixCache as BasePrefixCache
+from .build import build_kv_cache as build_kv_cache
 from .chunk_cache import ChunkCache as ChunkCache
 from .chunk_cache import SWAChunkCache as SWAChunkCache
 from .flags import CacheFlags as CacheFlags
@@ -29,7 +30,6 @@ from .params import MatchResult as MatchResult
 from .params import RadixKey as RadixKey
 from .radix_cache import RadixCache as RadixCache
 from .registry import BuildContext as BuildContext
-from .registry import build_kv_cache as build_kv_cache
 from .registry import register_cache as register_cache
 from .registry import register_component as register_component
 from .request import Request as Request

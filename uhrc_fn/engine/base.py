@@ -152,15 +152,22 @@ class BasePrefixCache(HostTierHooks, abc.ABC):
         params = MatchPrefixParams(key, cow_recurrent=True, req=req)
         match = self.match_prefix(params)
         self.hicache_prefetch(req, match)
-        node = match.last_device_node
-        lock = self.inc_lock_ref(node).to_dec_params()
-        if not self._take_slots(req):
-            self.dec_lock_ref(node, lock)
+        lock = self._admit(req, match)
+        if lock is None:
             self.requests.free(req)
             req.recurrent_cow_src_index = 0
             return None
         self._seat(req, match, lock)
         return match
+
+    def _admit(self, req: Request, match: MatchResult) -> DecLockRefParams | None:
+        """Lock a match and take slots; None, and no change, where they are short."""
+        node = match.last_device_node
+        lock = self.inc_lock_ref(node).to_dec_params()
+        if self._take_slots(req):
+            return lock
+        self.dec_lock_ref(node, lock)
+        return None
 
     def _seat(self, req: Request, match: MatchResult, lock: DecLockRefParams) -> None:
         assert req.req_pool_idx is not None
@@ -183,10 +190,14 @@ class BasePrefixCache(HostTierHooks, abc.ABC):
 
         Returns:
           False, and no change, where free and evictable pages are short.
+
+        Raises:
+          ValueError: the request is longer than the table is wide.
         """
         start = req.kv_allocated_len
         if num_tokens <= start:
             return True
+        self.requests.check_width(num_tokens)
         given = self.alloc(num_tokens - start, req.dp_rank)
         if given is None:
             return False

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..pools.boundaries import resolve_track_interval
+from .dp_routing import DEFAULT_POLICY, DpSchedulePolicy
 
 UNIFIED_ENV = "SGLANG_JAX_ENABLE_UNIFIED_RADIX_TREE"
-DP_POLICIES = ("round_robin", "min_running_queue", "cache_aware", "shape_aware")
+DP_POLICIES = tuple(str(policy) for policy in DpSchedulePolicy)
 DEFAULT_CHUNK = 4096
 
 
@@ -54,7 +55,7 @@ class CacheFlags:
     recurrent_track_interval: int | None = None
     page_size: int = 1
     chunked_prefill_size: int | None = None
-    dp_schedule_policy: str = "min_running_queue"
+    dp_schedule_policy: str = str(DEFAULT_POLICY)
     disable_radix_cache: bool = False
     dp_size: int = 1
     max_total_tokens: int | None = None
@@ -172,7 +173,7 @@ def _check_ranges(flags: CacheFlags) -> None:
         flags.dp_schedule_policy in DP_POLICIES,
         f"--dp-schedule-policy {flags.dp_schedule_policy}",
         f"one of {', '.join(DP_POLICIES)}",
-        "Leave it out for min_running_queue.",
+        f"Leave it out for {DEFAULT_POLICY}.",
     )
     interval = flags.recurrent_track_interval
     _require(

@@ -150,14 +150,22 @@ class RequestTable:
           ValueError: the row is not wide enough.
         """
         end = start + len(full)
-        if end > self.full.shape[1]:
-            raise ValueError(
-                f"{end} tokens in a row of {self.full.shape[1]}; wanted a request that "
-                "fits. Raise max_tokens, or end the request earlier."
-            )
+        self.check_width(end)
         self.full[row, start:end] = full
         if self.swa is not None:
             self.swa[row, start:end] = 0 if swa is None else swa
+
+    def check_width(self, num_tokens: int) -> None:
+        """Refuse what no row can hold.
+
+        Raises:
+          ValueError: it is longer than a row.
+        """
+        if num_tokens > self.full.shape[1]:
+            raise ValueError(
+                f"{num_tokens} tokens in a row of {self.full.shape[1]}; wanted a "
+                "request that fits. Raise max_tokens, or end the request earlier."
+            )
 
     def clear(self) -> None:
         """Empty all rows."""

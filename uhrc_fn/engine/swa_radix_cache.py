@@ -26,8 +26,9 @@ from .params import (
     MatchResult,
     RadixKey,
 )
-from .radix_cache import RadixCache, TreeNode
+from .radix_cache import RadixCache
 from .request import Request, RequestTable
+from .tree_node import TreeNode
 
 _UUIDS = itertools.count(1)
 # Where a lock found no live node to begin with.

@@ -27,7 +27,7 @@ from .params import (
     MatchResult,
     RadixKey,
 )
-from .rank_states import RankStates
+from .recurrent_slots import RecurrentSlots
 from .request import Request, RequestTable
 from .unified_requests import RowTables, read_swa_pages
 
@@ -56,7 +56,7 @@ class TreeHandle:
         return self.dp_rank, self.id, generation
 
 
-class UnifiedRadixCache(RankStates):
+class UnifiedRadixCache(RecurrentSlots):
     """The functional cache, with a tree a rank.
 
     Args:
@@ -83,12 +83,12 @@ class UnifiedRadixCache(RankStates):
             requests, config, dp_size=dp_size, disable=disable, min_bucket=min_bucket
         )
         has_tracks = config.enable_recurrent_extra_buffer
+        tracks = num_track_slots if has_tracks else 0
         self.owned_slots = 0
         if config.has_recurrent:
             self.owned_slots = request_owned_slots(
                 extra_buffer=has_tracks, num_track_slots=num_track_slots
             )
-        tracks = num_track_slots if has_tracks else 0
         self._tables = RowTables(config, tracks, self._buckets)
 
     # The tree.
@@ -217,36 +217,6 @@ class UnifiedRadixCache(RankStates):
         return DecLockRefResult(delta)
 
     # Requests.
-
-    def _take_slots(self, req: Request) -> bool:
-        owned = self.owned_slots
-        if not owned or req.recurrent_pool_idx:
-            return True
-        rank = self._rank(req.dp_rank)
-        if not self._has_room(rank, (0, 0, owned)):
-            return False
-        self.states[rank], given = jitted.alloc_slots(
-            self.states[rank], np.int32(owned), max_new=owned, partial=False
-        )
-        slots = np.asarray(given.ids).tolist()
-        req.recurrent_pool_idx, req.recurrent_track_slots = slots[0], slots[1:]
-        req.recurrent_next_track_idx = req.recurrent_last_track_seqlen = 0
-        return True
-
-    def release_clone(self, req: Request) -> None:
-        """The snapshot has been copied to the running slot: unlock its slot.
-
-        The rest of the request's lock stays; without SWA nothing else changes.
-        """
-        req.recurrent_cow_src_index = 0
-        if req.lock is None or req.lock.receipt is None or self.config.has_swa:
-            return
-        rank = self._rank(req.dp_rank)
-        self.states[rank], receipt = jitted.release_window(
-            self.states[rank], req.lock.receipt
-        )
-        receipt = dataclasses.replace(receipt, scalars=np.asarray(receipt.scalars))
-        req.lock = DecLockRefParams(receipt=receipt)
 
     def cache_finished_req(self, req: Request, is_insert: bool = True) -> None:
         """Publish a request that ends and give back all that it held."""
