@@ -107,7 +107,11 @@ def run(cache: BasePrefixCache, load: Workload, slide=True, check=None) -> Seen:
             request, outputs, is_aborted = waiting.pop(0)
             probe = cache.peek_prefix_len(request.key(request.num_tokens - 1))
             match = cache.start_req(request)
-            assert match is not None and match.hit_length == probe
+            if match is None:  # no slots: it waits
+                assert running
+                waiting.insert(0, (request, outputs, is_aborted))
+                break
+            assert match.hit_length == probe
             seen.hits[request.rid] = probe
             seen.tokens += request.num_tokens
             running.append((request, outputs, is_aborted))
@@ -123,7 +127,7 @@ def run(cache: BasePrefixCache, load: Workload, slide=True, check=None) -> Seen:
 def _advance(cache, entry, load: Workload, seen: Seen, slide: bool) -> bool:
     """One forward of a request; whether it ended."""
     request, outputs, is_aborted = entry
-    chunk = 3 * load.page_size
+    chunk, interval = 3 * load.page_size, 2 * load.page_size
     prompt = len(request.origin_input_ids)
     if request.kv_committed_len >= prompt:
         if is_aborted or len(request.output_ids) == len(outputs):
@@ -133,11 +137,20 @@ def _advance(cache, entry, load: Workload, seen: Seen, slide: bool) -> bool:
         end = request.num_tokens - 1
     else:
         end = min(request.kv_committed_len + chunk, prompt)
+    if cache.recurrent_extra_buffer_active():
+        boundary = (request.kv_committed_len // interval + 1) * interval
+        end = min(end, boundary)
     if not cache.extend_req(request, end):
         cache.cache_finished_req(request, is_insert=False)
         seen.short += 1
         return True
     request.kv_committed_len = end
+    if cache.recurrent_extra_buffer_active() and end % interval == 0:
+        tracks = len(request.recurrent_track_slots)
+        request.recurrent_next_track_idx = (request.recurrent_next_track_idx + 1) % (
+            tracks
+        )
+        request.recurrent_last_track_seqlen = end
     if end <= prompt:
         cache.cache_unfinished_req(request)
     if slide:

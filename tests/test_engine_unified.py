@@ -461,6 +461,17 @@ def test_a_live_request_without_a_replacement_tries_again():
     check(cache, [req, other])
 
 
+@pytest.mark.parametrize("components", ["base", ("FULL", "RECURRENT")])
+def test_random_recurrent_requests_lose_no_slot(components):
+    cache = build(components, dp_size=2)
+    load = Workload(5, 40, cache.page_size, 12, 2, branching=0.0)
+    seen = run(cache, load, check=check)
+    assert seen.short == 0 and seen.evictions > 0 and seen.hit_ratio > 0
+    check(cache)
+    for rank in range(2):
+        assert cache.assert_recurrent_slot_ledger(rank, []) == 0
+
+
 def test_unlock_without_a_lock_is_nothing():
     cache = build()
     publish(cache, A)
