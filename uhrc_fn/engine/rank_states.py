@@ -212,7 +212,9 @@ class RankStates(BasePrefixCache):
     def _tokens(self, pages: np.ndarray) -> np.ndarray:
         """Token locations of pages; page 0, none, has location 0."""
         tokens = pages[:, None] * np.int32(self.page_size) + self._offsets
-        return np.where(pages[:, None] > 0, tokens, 0).reshape(-1)
+        if not pages.all():
+            tokens[pages == 0] = 0
+        return tokens.reshape(-1)
 
     def _pages(self, name: str, locations: Any, length, size: int) -> np.ndarray:
         """Pages of token locations, 0-padded to `size`.

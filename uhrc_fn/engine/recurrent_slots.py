@@ -1,7 +1,5 @@
 """Recurrent slots that requests of the unified cache own, and those they clone."""
 
-import dataclasses
-
 import numpy as np
 
 from .. import jitted
@@ -52,12 +50,9 @@ class RecurrentSlots(RankStates):
             return None
         state, moved = jitted.cow_move(self.states[rank], match.best_match_node.match)
         self.states[rank] = state
-        receipt = dataclasses.replace(
-            moved.receipt, scalars=np.asarray(moved.receipt.scalars)
-        )
         req.recurrent_pool_idx, req.recurrent_cow_src_index = int(moved.slot), 0
         self._take_tracks(req, rank)
-        return DecLockRefParams(receipt=receipt)
+        return DecLockRefParams(receipt=moved.receipt)
 
     def _take_tracks(self, req: Request, rank: int) -> None:
         count = self.owned_slots - 1
@@ -79,5 +74,4 @@ class RecurrentSlots(RankStates):
         self.states[rank], receipt = jitted.release_window(
             self.states[rank], req.lock.receipt
         )
-        receipt = dataclasses.replace(receipt, scalars=np.asarray(receipt.scalars))
         req.lock = DecLockRefParams(receipt=receipt)

@@ -87,6 +87,8 @@ class BuildContext:
             page_size=flags.page_size,
             num_pages=self.num_pages,
             max_prefix_pages=min(self.num_pages, _pages_of_row(self.requests)),
+            # A lock that moves is held twice for a moment.
+            max_live_receipts=max(1024, 2 * len(self.requests.full)),
         )
         if self.has_swa:
             settings["num_swa_pages"] = self.num_swa_pages

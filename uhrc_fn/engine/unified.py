@@ -7,6 +7,7 @@ jitted operation, and turns pages into token locations; see `RankStates`.
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from .. import jitted
@@ -39,6 +40,8 @@ class TreeHandle:
     dp_rank: int
     id: int = 0
     """Node of the tree; 0 is the root."""
+    generation: int = 0
+    """Which use of the node's id it is."""
     match: core.MatchResult | None = None
     """What `inc_lock_ref` of the core takes; `None` for the root."""
 
@@ -52,8 +55,7 @@ class TreeHandle:
 
     @property
     def _identity(self) -> tuple[int, int, int]:
-        generation = 0 if self.match is None else int(self.match.generation)
-        return self.dp_rank, self.id, generation
+        return self.dp_rank, self.id, self.generation
 
 
 class UnifiedRadixCache(RecurrentSlots):
@@ -90,6 +92,7 @@ class UnifiedRadixCache(RecurrentSlots):
                 extra_buffer=has_tracks, num_track_slots=num_track_slots
             )
         self._tables = RowTables(config, tracks, self._buckets)
+        self._structures: dict[tuple, Any] = {}
 
     # The tree.
 
@@ -98,24 +101,24 @@ class UnifiedRadixCache(RecurrentSlots):
         rank, key = self._key(params.key)
         if key is None:
             return self._no_match(rank, params.req)
-        wanted = core.MatchPrefixParams(
-            key=key,
+        wanted = self._record(
+            core.MatchPrefixParams,
+            {"key": key},
             full_only=params.full_only,
             cow_recurrent=self.config.has_recurrent and not params.full_only,
         )
         state, found = jitted.match_prefix(self.states[rank], wanted)
         self._keep(rank, state, key)
-        scalars = np.asarray(found.scalars)
-        host = dataclasses.replace(found, scalars=scalars)
-        hit = int(host.hit_length)
+        # In the order of `MatchResult`'s properties; each of them would cost as much
+        # as a transfer.
+        scalars = np.asarray(found.scalars).tolist()
+        hit, run, node, generation, swa_branching, branching, slot, *lost, _ = scalars
         count = hit // self.page_size
         pages = np.asarray(found.device_indices)[:count]
         swa = None
         if self.config.has_swa:
             swa = self._tokens(read_swa_pages(state, found.path)[:count])
-        node = int(host.best_match_node)
-        handle = TreeHandle(rank, node, host if node else None)
-        slot = int(host.cow_src_slot)
+        handle = TreeHandle(rank, node, generation, found if node else None)
         if params.req is not None and params.cow_recurrent:
             params.req.recurrent_cow_src_index = slot
         return MatchResult(
@@ -124,19 +127,34 @@ class UnifiedRadixCache(RecurrentSlots):
             handle,
             handle,
             swa_indices=swa,
-            full_kv_hit_length=int(host.full_kv_hit_length),
-            swa_branching_seqlen=int(host.swa_branching_seqlen),
-            recurrent_branching_seqlen=int(host.recurrent_branching_seqlen),
+            full_kv_hit_length=run,
+            swa_branching_seqlen=swa_branching,
+            recurrent_branching_seqlen=branching,
             cow_src_slot=slot,
-            lost_tokens=tuple(host.lost_tokens.tolist()),
+            lost_tokens=tuple(lost),
         )
+
+    def _record(self, kind, fields: dict[str, Any], **static: bool):
+        """A record of the core, by a structure that is made once.
+
+        Making one anew costs as much as a dispatch. `fields` come in the record's
+        order.
+        """
+        leaves, inner = jax.tree.flatten(tuple(fields.values()))
+        place = (kind, inner, *static.values())
+        structure = self._structures.get(place)
+        if structure is None:
+            structure = jax.tree.structure(kind(**fields, **static))
+            self._structures[place] = structure
+        return jax.tree.unflatten(structure, leaves)
 
     def peek_prefix_len(self, key: RadixKey) -> int:
         """Tokens that `match_prefix` would hit; nothing changes."""
         rank, pages = self._key(key)
         if pages is None:
             return 0
-        return int(jitted.peek_prefix_len(self.states[rank], pages).hit_length)
+        found = jitted.peek_prefix_len(self.states[rank], pages)
+        return int(np.asarray(found.scalars)[0])
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Put a key's whole pages into the tree; nothing is freed.
@@ -147,23 +165,20 @@ class UnifiedRadixCache(RecurrentSlots):
         rank, key = self._key(params.key)
         if key is None:
             return InsertResult()
-        size = len(key.token_ids) // self.page_size
-        length = key.length
-        slot = np.int32(params.recurrent_value)
-        has_slot = self.config.has_recurrent
-        wanted = core.InsertParams(
-            key=key,
-            value=self._pages("value", params.value, length, size),
-            prev_prefix_len=np.int32(params.prev_prefix_len),
-            swa_value=self._pages("swa_value", params.swa_value, length, size)
-            if self.config.has_swa
-            else None,
-            swa_evicted_seqlen=np.int32(params.swa_evicted_seqlen)
-            if self.config.has_swa
-            else None,
-            recurrent_value=slot if has_slot else None,
-            recurrent_length=length if has_slot else None,
-        )
+        size, length = len(key.token_ids) // self.page_size, key.length
+        fields: dict[str, Any] = {
+            "key": key,
+            "value": self._pages("value", params.value, length, size),
+            "prev_prefix_len": np.int32(params.prev_prefix_len),
+        }
+        if self.config.has_swa:
+            pages = self._pages("swa_value", params.swa_value, length, size)
+            fields["swa_value"] = pages
+            fields["swa_evicted_seqlen"] = np.int32(params.swa_evicted_seqlen)
+        if self.config.has_recurrent:
+            fields["recurrent_value"] = np.int32(params.recurrent_value)
+            fields["recurrent_length"] = length
+        wanted = self._record(core.InsertParams, fields)
         state, result = jitted.insert(self.states[rank], wanted)
         self._keep(rank, state, key)
         return host_insert_result(result)
@@ -174,11 +189,9 @@ class UnifiedRadixCache(RecurrentSlots):
             return EvictResult()
         self.hicache_write_back(params)
         rank = self._rank(params.dp_rank)
-        wanted = core.EvictParams(
-            num_tokens=np.int32(params.num_tokens),
-            swa_num_tokens=np.int32(params.swa_num_tokens),
-            recurrent_num=np.int32(params.recurrent_num),
-        )
+        names = ("num_tokens", "swa_num_tokens", "recurrent_num")
+        fields = {name: np.int32(getattr(params, name)) for name in names}
+        wanted = self._record(core.EvictParams, fields)
         self.states[rank], result = jitted.evict(self.states[rank], wanted)
         return EvictResult(*np.asarray(result.scalars).tolist())
 
@@ -188,10 +201,10 @@ class UnifiedRadixCache(RecurrentSlots):
             return IncLockRefResult()
         rank = node.dp_rank
         self.states[rank], receipt = jitted.inc_lock_ref(self.states[rank], node.match)
-        receipt = dataclasses.replace(receipt, scalars=np.asarray(receipt.scalars))
-        if not receipt.serial:
+        serial, *_, delta = np.asarray(receipt.scalars).tolist()
+        if not serial:
             raise RuntimeError("\n".join(describe(self.take_status(rank))))
-        return IncLockRefResult(receipt=receipt, delta=int(receipt.delta))
+        return IncLockRefResult(receipt=receipt, delta=delta)
 
     def dec_lock_ref(
         self, node: TreeHandle, params: DecLockRefParams | None = None
@@ -209,8 +222,10 @@ class UnifiedRadixCache(RecurrentSlots):
             )
         if params is None or params.receipt is None:
             return DecLockRefResult()
-        rank, receipt = node.dp_rank, params.receipt.to_dec_params()
-        self.states[rank], result = jitted.dec_lock_ref(self.states[rank], receipt)
+        rank = node.dp_rank
+        self.states[rank], result = jitted.dec_lock_ref(
+            self.states[rank], params.receipt
+        )
         is_released, delta = np.asarray(result.scalars).tolist()
         if not is_released:
             raise RuntimeError("\n".join(describe(self.take_status(rank))))
@@ -259,8 +274,9 @@ class UnifiedRadixCache(RecurrentSlots):
         self.requests.write(row, 0, self._tokens(seen.pages[:count]), swa)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node, req.lock)
-        node = int(seen.match.best_match_node)
-        req.last_node = TreeHandle(rank, node, seen.match if node else None)
+        node, generation = seen.match.scalars[2:4].tolist()
+        match = seen.match if node else None
+        req.last_node = TreeHandle(rank, node, generation, match)
         req.lock = DecLockRefParams(receipt=seen.receipt)
         req.cache_protected_len = req.last_matched_prefix_len = seen.protected_length
         if req.recurrent_track_slots:

@@ -1,6 +1,5 @@
 """One request's row as the core's tables, and back: host in, one array out."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -122,12 +121,11 @@ class RowTables:
         if self.config.has_swa:
             swa_pages, words = words[:width], words[width:]
         generation, protected, *words = words.tolist()
-        receipt_scalars = np.asarray(words[:6], np.int32)
-        receipt = dataclasses.replace(published.receipt, scalars=receipt_scalars)
+        _, _, anchor, _, num_pages, _ = words[:6]
         last_track_len, *track_slots = words[6:] or [0]
         scalars = np.zeros(_FULL_ONLY_HIT, np.int32)
-        hit = int(receipt.num_pages) * self.config.page_size
-        scalars[:4] = hit, hit, int(receipt.anchor), generation
+        hit = num_pages * self.config.page_size
+        scalars[:4] = hit, hit, anchor, generation
         scalars[10] = 1
         match = core.MatchResult(
             device_indices=pages,  # type: ignore[arg-type]
@@ -135,7 +133,13 @@ class RowTables:
             scalars=scalars,  # type: ignore[arg-type]
         )
         return PublishedRow(
-            pages, swa_pages, track_slots, last_track_len, protected, match, receipt
+            pages,
+            swa_pages,
+            track_slots,
+            last_track_len,
+            protected,
+            match,
+            published.receipt,
         )
 
     def check_slots(
