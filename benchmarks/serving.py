@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--peer", type=Path, help="`python` folder of sglang-jax")
     parser.add_argument("--only", choices=PARTS, help="one of the tables")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES,
                         help="decode lanes of the steps table")  # fmt: skip
     parser.add_argument("--core", type=int, help="which core to stay on")
@@ -106,10 +106,20 @@ def in_turn(
     return {name: each[2:] for name, each in runs.items()}
 
 
-def median_ratio(above: list[Run], below: list[Run], figure: Callable) -> float:
-    """Median over the rounds of the ratio of two sides in that round."""
+def ratios(above: list[Run], below: list[Run], figure: Callable) -> list[float]:
+    """The ratio of two sides in each round: what else the machine does meets both."""
     pairs = zip(above, below, strict=True)
-    return statistics.median(figure(a) / figure(b) for a, b in pairs)
+    return [figure(a) / figure(b) for a, b in pairs]
+
+
+def median_ratio(above: list[Run], below: list[Run], figure: Callable) -> float:
+    return statistics.median(ratios(above, below, figure))
+
+
+def quartiles(above: list[Run], below: list[Run], figure: Callable) -> list[float]:
+    """How far the ratios scatter: the lower and the upper quartile."""
+    low, _, high = statistics.quantiles(ratios(above, below, figure), n=4)
+    return [round(low, 3), round(high, 3)]
 
 
 def speed(run: Run) -> float:
@@ -184,6 +194,7 @@ def share_table(arguments: argparse.Namespace) -> list[dict]:
             ratio = median_ratio(runs["with"], runs["without"], speed)
             row = {"family": family, "workload": name, "prompt": tokens}
             row |= {"output": output, "throughput_ratio": ratio}
+            row["quartiles"] = quartiles(runs["with"], runs["without"], speed)
             rows.append(row | {"cache_share": 1 - ratio})
             print_row(rows[-1])
     return rows
@@ -235,6 +246,7 @@ def _rows_of(family: str, workload: str, runs: dict[str, list[Run]]) -> list[dic
         row["throughput_ratio_to_no_cache"] = median_ratio(
             each, runs["no cache"], total
         )
+        row["throughput_quartiles"] = quartiles(each, runs["no cache"], total)
         row["throughput_ratio_of_fused"] = median_ratio(runs["fused"], each, total)
         rows.append(row)
     gates = _gates(workload, {row["side"]: row for row in rows})
