@@ -40,6 +40,7 @@ from .ops.allocate import page_table as page_table
 from .ops.clock import compact_clock as compact_clock
 from .ops.copy_on_write import cow_clone as cow_clone
 from .ops.copy_on_write import cow_move as cow_move
+from .ops.drop_requests import drop_requests as drop_requests
 from .ops.evict import evict as evict
 from .ops.free import free_pages as free_pages
 from .ops.free import free_slots as free_slots
@@ -95,6 +96,9 @@ from .pools.req_to_token import (
 from .pools.req_to_token import init_req_to_token_pool as init_req_to_token_pool
 from .pools.sizing import request_owned_slots as request_owned_slots
 from .pools.sliding import swa_frontier as swa_frontier
+from .saving import SavedStateError as SavedStateError
+from .saving import load as load
+from .saving import save as save
 from .state import CacheState as CacheState
 from .state import init as init
 from .state import reset as reset

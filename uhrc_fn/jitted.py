@@ -12,6 +12,7 @@ import jax
 from . import state as _state
 from .ops import allocate, clock, copy_on_write, free, lock, match, request
 from .ops import evict as _evict
+from .ops.drop_requests import drop_requests as _drop_requests
 from .ops.insert import insert as _insert
 from .ops.insert_batch import insert_batch as _insert_batch
 
@@ -50,5 +51,6 @@ cache_finished_req = jax.jit(request.cache_finished_req, donate_argnums=(0, 1))
 cache_unfinished_req = jax.jit(request.cache_unfinished_req, donate_argnums=(0, 1))
 abort_req = jax.jit(request.abort_req, donate_argnums=(0, 1))
 compact_clock = _donated(clock.compact_clock)
-# A reset reads little of the state, but its buffers are wanted.
+# These read little of the state, but its buffers are wanted.
+drop_requests = _donated(_drop_requests, keep_unused=True)
 reset = _donated(_state.reset, keep_unused=True)
