@@ -77,6 +77,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--json", metavar="PATH", help="write the figures as JSON ('-': stdout)")
     add("--plot", metavar="PATH", help="draw the hit ratio (.png, .svg, .pdf)")
+    add(
+        "--checkpoint",
+        metavar="PATH",
+        help="keep the progress in this file, and go on from it where it is there",
+    )
+    add(
+        "--checkpoint-every",
+        type=positive,
+        default=10_000,
+        metavar="N",
+        help="requests between two savings of the progress (default 10000)",
+    )
     add("--limit", type=positive, metavar="N", help="only the first N requests")
     add(
         "--measure-from",

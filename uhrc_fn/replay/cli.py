@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import MAX_CAPACITY
+from ..saving import SavedStateError
 from . import plot, report
 from .arguments import parser
 from .builtin import conversations
@@ -50,7 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     except (TraceError, ValueError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    run(arguments, workload, tree, runs)
+    try:
+        run(arguments, workload, tree, runs)
+    except SavedStateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
     return 0
 
 
@@ -58,7 +63,7 @@ def check_outputs(arguments) -> None:
     """Find out before the replay what would fail after it."""
     if arguments.plot:
         plot.check_plot(arguments.plot)
-    for option in ("json", "plot"):
+    for option in ("json", "plot", "checkpoint"):
         target = getattr(arguments, option)
         if target and target != "-" and not pathlib.Path(target).parent.is_dir():
             raise ValueError(f"--{option} {target}: there is no such folder.")
@@ -111,7 +116,13 @@ def choose_runs(arguments, unique_pages: int) -> list[Run]:
                 f"a capacity of {pages} pages; a cache holds at most {MAX_CAPACITY}. "
                 "Choose fewer with --capacity-pages."
             )
-    return [Run(*capacity, window) for window in windows for capacity in chosen]
+    runs = [Run(*capacity, window) for window in windows for capacity in chosen]
+    if arguments.checkpoint and len(runs) > 1:
+        raise ValueError(
+            f"--checkpoint with {len(runs)} replays; wanted one. Give each capacity or "
+            "window a command and a file of its own."
+        )
+    return runs
 
 
 def pools_of(runs: list[Run], components: tuple[str, ...]) -> dict[int, int]:
@@ -142,12 +153,17 @@ def hybrid_of(arguments, window: int):
 
 
 def run(arguments, workload: Workload, tree: PrefixNodes, runs: list[Run]) -> None:
-    from .engine import replay  # imports JAX: only once the input is known to be good
+    # Imports JAX: only once the input is known to be good.
+    from .checkpoint import Checkpoint
+    from .engine import replay
 
     measure_from = arguments.measure_from
     ideal = ideal_hit_pages(workload, tree)
     bound = BeladyBound(workload, tree) if arguments.sweep else None
-    points, result = [], None
+    points, result, checkpoint = [], None, None
+    if arguments.checkpoint:
+        every = arguments.checkpoint_every
+        checkpoint = Checkpoint(path=arguments.checkpoint, every=every)
     is_unlimited = not (arguments.sweep or arguments.capacity_pages)
     pools = pools_of(runs, arguments.components)
     for each in runs:
@@ -160,6 +176,7 @@ def run(arguments, workload: Workload, tree: PrefixNodes, runs: list[Run]) -> No
                 batch=arguments.batch,
                 measure_from=measure_from,
                 hybrid=hybrid_of(arguments, each.window),
+                checkpoint=checkpoint,
                 on_progress=on_progress,
             )
         figures = report.summarize(workload, result, ideal, each.pages, measure_from)

@@ -24,6 +24,8 @@ from ..ops.once import once_if
 from ..params import NO_NAMESPACE, InsertParams
 from ..state import CacheState, init
 from ..status import Status, describe
+from .checkpoint import Checkpoint, Progress
+from .checkpoint import begin as begin_progress
 from .hybrid import Hybrid, full_blocks, replay_hybrid
 from .ideal import prefix_nodes
 from .records import ReplayProgress, ReplayResult
@@ -48,6 +50,7 @@ def replay(
     measure_from: float = 0.0,
     reserved_pages: int = 0,
     hybrid: Hybrid | None = None,
+    checkpoint: Checkpoint | None = None,
     on_progress: Callable[[ReplayProgress], None] | None = None,
 ) -> ReplayResult:
     """Replay every request of a workload, in order.
@@ -60,6 +63,7 @@ def replay(
       reserved_pages: pages of the pool that the replay never gets. A pool of 1,000
         with 900 reserved hits as one of 100 does, and needs no compilation of its own.
       hybrid: components beside FULL; None for FULL alone.
+      checkpoint: a file to keep the progress in, and to go on from where it is there.
       on_progress: called after each device call.
 
     Returns:
@@ -67,6 +71,7 @@ def replay(
 
     Raises:
       ValueError: `capacity_pages`, `batch` or `reserved_pages` is out of range.
+      SavedStateError: the checkpoint is damaged, or that of another replay.
       RuntimeError: the cache met trouble that a replay should never meet.
     """
     lengths = np.diff(workload.page_offsets).astype(np.int32)
@@ -96,8 +101,12 @@ def replay(
             f"reserved_pages={reserved_pages} of a pool of {config.num_pages}; wanted "
             "at least 0 and less than the pool. What is left serves the requests."
         )
+    cache = _start(config, reserved_pages)
+    progress = begin_progress(workload, cache, hybrid, reserved_pages)
+    if checkpoint is not None:
+        progress = checkpoint.resume(progress)
     tokens = _padded_tokens(workload, widths[-1])
-    chunks = _chunks(workload, lengths, batch)
+    chunks = _chunks(workload, lengths, batch, first=int(progress.done))
     started = time.perf_counter()
     nothing = jax.tree.map(np.zeros_like, chunks[0]) if chunks else None
     if nothing is not None:  # requests of no pages: compiles and changes nothing
@@ -105,35 +114,59 @@ def replay(
         jax.block_until_ready(warm)
     compile_s = time.perf_counter() - started
 
-    cache, outcomes, clock = _start(config, reserved_pages), [], 0
-    started = time.perf_counter()
-    for number, chunk in enumerate(chunks):
-        # A match and at most three inserts.
-        ticks = batch * 4 * (widths[-1] + 1)
-        if clock + ticks >= CLOCK_LIMIT:
-            cache, clock = jitted.compact_clock(cache), config.num_nodes + 1
-        clock += ticks
-        cache, outcome = run_chunk(cache, tokens, chunk)
-        outcomes.append(outcome)
-        if on_progress is not None:
-            done = min((number + 1) * batch, workload.num_requests)
-            hits = np.asarray(outcome)[: done - number * batch, 0]
-            on_progress(ReplayProgress(done=done, hit_pages=hits))
-    jax.block_until_ready(cache)
-    wall_s = time.perf_counter() - started
-
-    _check(cache)
-    rows = np.concatenate([np.zeros((0, 3), np.int32), *map(np.asarray, outcomes)])
-    rows = rows[: workload.num_requests]
+    run_chunk = functools.partial(run_chunk, tokens=tokens)
+    # A match and at most three inserts.
+    ticks = batch * 4 * (widths[-1] + 1)
+    progress = _run(progress, chunks, run_chunk, ticks, checkpoint, on_progress)
+    _check(progress.cache)
+    rows = progress.outcomes
     measured = rows[workload.first_measured(measure_from) :]
     return ReplayResult(
         hit_pages=rows[:, 0],
         evicted_pages=int(measured[:, 1].sum(dtype=np.int64)),
         inserted_pages=int(measured[:, 2].sum(dtype=np.int64)),
-        wall_s=wall_s,
+        wall_s=float(progress.wall_s),
         compile_s=compile_s,
-        cache=cache,
+        cache=progress.cache,
     )
+
+
+def _run(
+    progress: Progress,
+    chunks: list[Requests],
+    run_chunk: Callable,
+    ticks: int,
+    checkpoint: Checkpoint | None,
+    on_progress: Callable[[ReplayProgress], None] | None,
+) -> Progress:
+    """Replay the chunks, each of which advances the clock by at most `ticks`."""
+    total, done = len(progress.outcomes), int(progress.done)
+    if done and on_progress is not None:
+        hits = progress.outcomes[:done, 0]
+        on_progress(ReplayProgress(done=done, hit_pages=hits))
+    cache, outcomes, saved = progress.cache, [], done
+    clock = int(cache.clock)
+    started = time.perf_counter()
+
+    def so_far() -> Progress:
+        jax.block_until_ready(cache)
+        return progress.after(cache, outcomes, time.perf_counter() - started)
+
+    for chunk in chunks:
+        if clock + ticks >= CLOCK_LIMIT:
+            cache, clock = jitted.compact_clock(cache), cache.config.num_nodes + 1
+        clock += ticks
+        cache, outcome = run_chunk(cache, chunk=chunk)
+        outcomes.append(outcome)
+        before, done = done, min(done + len(chunk.start), total)
+        if checkpoint is not None and checkpoint.is_due(done - saved, done == total):
+            progress = so_far()
+            checkpoint.save(progress)
+            saved, outcomes, started = done, [], time.perf_counter()
+        if on_progress is not None:
+            hits = np.asarray(outcome)[: done - before, 0]
+            on_progress(ReplayProgress(done=done, hit_pages=hits))
+    return so_far()
 
 
 def _start(config: CacheConfig, reserved_pages: int) -> CacheState:
@@ -159,17 +192,17 @@ def _padded_tokens(workload: Workload, width: int):
     return jnp.asarray(np.concatenate([workload.keys, room]))
 
 
-def _chunks(workload: Workload, lengths, batch: int) -> list[Requests]:
-    """The requests in chunks of `batch`, the last filled with empty requests."""
-    count = workload.num_requests
+def _chunks(workload: Workload, lengths, batch: int, first: int) -> list[Requests]:
+    """Requests from `first` on in chunks; the last is filled with empty ones."""
+    count = workload.num_requests - first
     total = -(-count // batch) * batch
     namespaces = workload.namespaces
     if namespaces is None:
-        namespaces = np.broadcast_to(NO_NAMESPACE, (count, 4))
+        namespaces = np.broadcast_to(NO_NAMESPACE, (len(lengths), 4))
     starts = workload.offsets[:-1].astype(np.int32)
     rows = Requests(starts, lengths, namespaces, full_blocks(workload, lengths))
     rows = [
-        np.concatenate([x, np.zeros((total - count, *x.shape[1:]), x.dtype)])
+        np.concatenate([x[first:], np.zeros((total - count, *x.shape[1:]), x.dtype)])
         for x in rows
     ]
     return [Requests(*(x[i : i + batch] for x in rows)) for i in range(0, total, batch)]

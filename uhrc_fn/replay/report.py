@@ -100,6 +100,21 @@ class RunningRatio:
         return ratio(self.hit_tokens, measured - self.input_before[self.first])
 
 
+class RunningRate:
+    """Requests a second since the first call, before which there is set-up.
+
+    That call has the requests of a checkpoint, or of the first chunk.
+    """
+
+    def __init__(self):
+        self.first: tuple[int, float] | None = None
+
+    def update(self, progress: ReplayProgress) -> float:
+        now = time.perf_counter()
+        self.first = self.first or (progress.done, now)
+        return ratio(progress.done - self.first[0], now - self.first[1])
+
+
 @contextlib.contextmanager
 def progress_bar(
     workload: Workload, measure_from: float, label: str
@@ -124,18 +139,13 @@ def progress_bar(
         console=rich.console.Console(stderr=True),
     ) as bar:
         task = bar.add_task(label, total=workload.num_requests, rate=0.0, ratio=0.0)
-        started: list[float] = []
+        speed = RunningRate()
 
         def show(progress: ReplayProgress) -> None:
-            # The first call ends with the first chunk: what came before is set-up.
-            started.append(time.perf_counter())
-            rate = ratio(
-                progress.done - len(progress.hit_pages), started[-1] - started[0]
-            )
             bar.update(
                 task,
                 completed=progress.done,
-                rate=rate,
+                rate=speed.update(progress),
                 ratio=running.update(progress),
             )
 
@@ -143,12 +153,12 @@ def progress_bar(
 
 
 def plain_progress(total: int, running: RunningRatio, label: str):
-    start = time.perf_counter()
+    speed = RunningRate()
 
     def show(progress: ReplayProgress) -> None:
-        rate = ratio(progress.done, time.perf_counter() - start)
         sys.stderr.write(
-            f"\r{label} {progress.done}/{total}, {rate:,.0f} requests/s, "
+            f"\r{label} {progress.done}/{total}, "
+            f"{speed.update(progress):,.0f} requests/s, "
             f"hit ratio {running.update(progress):.4f} "
         )
         sys.stderr.flush()
