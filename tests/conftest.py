@@ -29,6 +29,15 @@ hypothesis.settings.load_profile(
 )
 
 
+def pytest_addoption(parser):
+    """Here, not in `tests/peer`: a run of the whole suite reads this file alone."""
+    parser.addoption(
+        "--peer",
+        metavar="CHECKOUT",
+        help="checkout of sglang-jax whose own tests of its caches to run on ours",
+    )
+
+
 # Each compiled program takes a hundred memory maps or more, and a Linux process may
 # have 65,530: past that JAX dies of a segmentation fault.
 _MAPS = pathlib.Path("/proc/self/maps")
