@@ -6,19 +6,19 @@ few.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .. import jitted
-from .. import params as core
+from .. import jitted, saving
 from ..config import CacheConfig, ComponentType
 from ..debug import tree_string
-from ..keys import radix_key
 from ..state import Counter, init
 from ..status import Status, describe
 from .base import BasePrefixCache
+from .packed import Words, pack_key
 from .params import EvictParams, Locations, RadixKey
 from .request import RequestTable
 
@@ -58,6 +58,31 @@ class RankStates(BasePrefixCache):
         self.states = [jitted.reset(state) for state in self.states]
         self._ticks = [0] * self.dp_size
         self.requests.clear()
+
+    def save(self, path: str | os.PathLike, pools: Any = None) -> None:
+        """Write the trees, and pools beside them, to a file; see `uhrc_fn.save`."""
+        saving.save(path, (self.states, pools))
+
+    def load(self, path: str | os.PathLike, pools: Any = None) -> Any:
+        """Take the trees of a saved file, into a cache that nobody uses yet.
+
+        Requests that ran when it was saved are forgotten: what they held is free.
+
+        Args:
+          path: the file.
+          pools: like those that were saved; their contents do not matter.
+
+        Returns:
+          The pools of the file.
+
+        Raises:
+          SavedStateError: the file is refused, and nothing changed.
+        """
+        states, pools = saving.load(path, (self.states, pools))
+        self.states = [jitted.drop_requests(state) for state in states]
+        self._ticks = [int(state.clock) for state in self.states]
+        self.requests.clear()
+        return pools
 
     # Pools.
 
@@ -192,22 +217,24 @@ class RankStates(BasePrefixCache):
 
     # Between tokens and pages.
 
-    def _key(self, key: Any) -> tuple[int, core.RadixKey | None]:
-        """``(rank, key of the core)``; no key where it has no whole page."""
+    def _key(self, key: Any, rows: int = 0) -> tuple[int, Words | None]:
+        """``(rank, the key's words)``; no words where it has no whole page."""
         if not isinstance(key, RadixKey):
             key = RadixKey(key)
-        rank = self._rank(key.dp_rank)
-        if self.disable or len(key) < self.page_size:
+        rank, tokens = self._rank(key.dp_rank), key.token_ids
+        whole = len(tokens) // self.page_size * self.page_size
+        if self.disable or not whole:
             return rank, None
-        whole = len(key) // self.page_size * self.page_size
-        pages = radix_key(
-            key.token_ids[: min(whole, self._buckets.longest)],
+        kept = min(whole, self._buckets.longest)
+        words = pack_key(
+            tokens if kept == len(tokens) else tokens[:kept],
             self.config,
+            self._buckets.of_key(whole // self.page_size),
             extra_key=key.extra_key,
             cache_salt=key.cache_salt,
-            num_pages=self._buckets.of_key(whole // self.page_size),
+            rows=rows,
         )
-        return rank, pages
+        return rank, words
 
     def _tokens(self, pages: np.ndarray) -> np.ndarray:
         """Token locations of pages; page 0, none, has location 0."""
@@ -216,8 +243,8 @@ class RankStates(BasePrefixCache):
             tokens[pages == 0] = 0
         return tokens.reshape(-1)
 
-    def _pages(self, name: str, locations: Any, length, size: int) -> np.ndarray:
-        """Pages of token locations, 0-padded to `size`.
+    def _write_pages(self, name: str, locations: Any, length: int, row) -> None:
+        """Write the pages of token locations to the front of a row.
 
         Raises:
           ValueError: they are too few, or no whole pages in order.
@@ -235,7 +262,7 @@ class RankStates(BasePrefixCache):
                 f"{name} is not made of whole pages in order; wanted locations "
                 "page * page_size + offset. Pass what alloc and match_prefix gave."
             )
-        return pad(pages, size)
+        row[: len(pages)] = pages
 
     def _counters(self, rank: int) -> np.ndarray:
         return np.asarray(self.states[rank].counters)
@@ -243,10 +270,10 @@ class RankStates(BasePrefixCache):
     def _entry(self, rank: int, counter: Counter, component: ComponentType) -> int:
         return int(self._counters(rank)[counter + component])
 
-    def _keep(self, rank: int, state, key: core.RadixKey) -> None:
+    def _keep(self, rank: int, state, num_pages: int) -> None:
         """Store a rank's next state; compact its clock long before it is high."""
         # An operation advances the clock by about the pages of its key, twice at most.
-        self._ticks[rank] += 4 * (len(key.token_ids) // self.page_size + 1)
+        self._ticks[rank] += 4 * (num_pages + 1)
         if self._ticks[rank] > _COMPACT_AFTER:
             state = jitted.compact_clock(state)
             self._ticks[rank] = int(state.clock)
