@@ -1,6 +1,6 @@
 """Replay a generated workload in a process of its own, which may kill itself.
 
-    python resumed_replay.py COMPONENTS KILL_AT CHECKPOINT
+    python resumed_replay.py COMPONENTS KILL_AT PROGRESS_FILE
 
 Prints what the replay says, and a digest of the last state, as JSON. With `KILL_AT`
 above 0 the process ends with SIGKILL once so many requests are done.
@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from uhrc_fn import check_invariants
-from uhrc_fn.replay.checkpoint import Checkpoint
 from uhrc_fn.replay.engine import replay
 from uhrc_fn.replay.hybrid import Hybrid
+from uhrc_fn.replay.progress import ProgressFile
 from uhrc_fn.replay.workload import Workload
 
 NUM_REQUESTS = 400
@@ -59,14 +59,16 @@ def generated(seed: int = 11) -> Workload:
     )
 
 
-def figures(components: str, checkpoint: Checkpoint | None, on_progress=None) -> dict:
+def figures(
+    components: str, progress_file: ProgressFile | None, on_progress=None
+) -> dict:
     result = replay(
         generated(),
         capacity_pages=CAPACITY,
         batch=BATCH,
         measure_from=0.25,
         hybrid=HYBRIDS[components],
-        checkpoint=checkpoint,
+        progress_file=progress_file,
         on_progress=on_progress,
     )
     check_invariants(result.cache)
@@ -89,8 +91,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     every = NUM_REQUESTS // 2
-    checkpoint = Checkpoint(path=path, every=every)
-    print(json.dumps(figures(components, checkpoint, on_progress)))
+    progress_file = ProgressFile(path=path, every=every)
+    print(json.dumps(figures(components, progress_file, on_progress)))
 
 
 if __name__ == "__main__":

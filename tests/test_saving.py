@@ -108,7 +108,7 @@ def test_running_requests_go_on_or_are_dropped(component, tmp_path):
 
 def test_dropping_in_place_gives_what_it_gives_undonated(tmp_path):
     path, cache = warm(tmp_path)
-    plain = numpy(u.drop_requests(cache))
+    plain = numpy(jax.jit(u.drop_requests)(cache))
     loaded = u.load(path, shapes(SMALL))
     dropped = jitted.drop_requests(loaded)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(loaded))
@@ -122,10 +122,10 @@ def test_ranks_drop_their_requests_each(tmp_path):
     u.save(path, ranks)
     loaded = u.load(path, ranks, check=True)
     assert identical(loaded, ranks)
-    dropped = jax.vmap(u.drop_requests)(loaded)
+    dropped = jax.jit(jax.vmap(u.drop_requests))(loaded)
     u.check_invariants(dropped, [NOBODY, NOBODY])
     first = jax.tree.map(lambda x: x[0], dropped)
-    assert same(first, u.drop_requests(cache))
+    assert same(first, jax.jit(u.drop_requests)(cache))
 
 
 def pools():
@@ -479,25 +479,28 @@ def test_a_killed_replay_goes_on_to_the_same_figures(components, tmp_path):
 
 
 def test_the_replay_command_resumes(tmp_path, capsys):
-    """Resumed with other batches; a finished replay tells its figures at once."""
-    path = tmp_path / "progress"
-    command = ["--trace", "builtin", "--limit", "60", "--page-size", "64"]
-    command += ["--capacity-pages", "80", "--json", "-"]
-    keep = ["--checkpoint", str(path)]
+    """A finished replay tells its figures again, at once."""
+    path, trace = tmp_path / "progress", tmp_path / "trace.jsonl"
+    blocks = [[n % 5, *range(10 * (n % 7), 10 * (n % 7) + n % 6)] for n in range(60)]
+    line = {"timestamp": 0, "output_length": 1}
+    lines = [line | {"input_length": 512 * len(b), "hash_ids": b} for b in blocks]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["--trace", str(trace), "--capacity-pages", "20", "--batch", "16"]
+    command += ["--json", "-"]
+    keep = ["--progress-file", str(path)]
     figures = []
-    for options in ([], keep, [*keep, "--batch", "7"]):
+    for options in ([], keep, keep):
         assert replay_main([*command, *options]) == 0
         figures.append(json.loads(capsys.readouterr().out))
         for name in ("wall_s", "compile_s", "requests_per_s"):
             figures[-1].pop(name)
-    assert figures[0] == figures[1] == figures[2]
-    assert replay_main([*command, *keep, "--capacity-pages", "70"]) == BAD_INPUT
-    assert "cache.config.num_pages is 80 in the file" in capsys.readouterr().err
+    assert figures[0] == figures[1] == figures[2] and figures[0]["hit_ratio"] > 0
+    assert replay_main([*command, *keep, "--capacity-pages", "19"]) == BAD_INPUT
+    assert "cache.config.num_pages is 20 in the file" in capsys.readouterr().err
     assert replay_main([*command, *keep, "--limit", "50"]) == BAD_INPUT
     assert "workload is '" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-3])
     assert replay_main([*command, *keep]) == BAD_INPUT
     assert "is damaged" in capsys.readouterr().err
-    sweep = ["--trace", "builtin", "--limit", "60", "--sweep", "0.5,1", *keep]
-    assert replay_main(sweep) == BAD_INPUT
-    assert "--checkpoint with 2 replays; wanted one" in capsys.readouterr().err
+    assert replay_main([*command[:2], "--sweep", "0.5,1", *keep]) == BAD_INPUT
+    assert "--progress-file with 2 replays; wanted one" in capsys.readouterr().err

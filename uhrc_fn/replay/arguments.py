@@ -78,12 +78,12 @@ def parser() -> argparse.ArgumentParser:
     add("--json", metavar="PATH", help="write the figures as JSON ('-': stdout)")
     add("--plot", metavar="PATH", help="draw the hit ratio (.png, .svg, .pdf)")
     add(
-        "--checkpoint",
+        "--progress-file",
         metavar="PATH",
         help="keep the progress in this file, and go on from it where it is there",
     )
     add(
-        "--checkpoint-every",
+        "--save-every",
         type=positive,
         default=10_000,
         metavar="N",

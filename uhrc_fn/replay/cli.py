@@ -63,10 +63,11 @@ def check_outputs(arguments) -> None:
     """Find out before the replay what would fail after it."""
     if arguments.plot:
         plot.check_plot(arguments.plot)
-    for option in ("json", "plot", "checkpoint"):
+    for option in ("json", "plot", "progress_file"):
         target = getattr(arguments, option)
         if target and target != "-" and not pathlib.Path(target).parent.is_dir():
-            raise ValueError(f"--{option} {target}: there is no such folder.")
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} {target}: there is no such folder.")
 
 
 def load(arguments) -> Workload:
@@ -117,10 +118,10 @@ def choose_runs(arguments, unique_pages: int) -> list[Run]:
                 "Choose fewer with --capacity-pages."
             )
     runs = [Run(*capacity, window) for window in windows for capacity in chosen]
-    if arguments.checkpoint and len(runs) > 1:
+    if arguments.progress_file and len(runs) > 1:
         raise ValueError(
-            f"--checkpoint with {len(runs)} replays; wanted one. Give each capacity or "
-            "window a command and a file of its own."
+            f"--progress-file with {len(runs)} replays; wanted one. Give each capacity "
+            "or window a command and a file of its own."
         )
     return runs
 
@@ -154,16 +155,16 @@ def hybrid_of(arguments, window: int):
 
 def run(arguments, workload: Workload, tree: PrefixNodes, runs: list[Run]) -> None:
     # Imports JAX: only once the input is known to be good.
-    from .checkpoint import Checkpoint
     from .engine import replay
+    from .progress import ProgressFile
 
     measure_from = arguments.measure_from
     ideal = ideal_hit_pages(workload, tree)
     bound = BeladyBound(workload, tree) if arguments.sweep else None
-    points, result, checkpoint = [], None, None
-    if arguments.checkpoint:
-        every = arguments.checkpoint_every
-        checkpoint = Checkpoint(path=arguments.checkpoint, every=every)
+    points, result, progress_file = [], None, None
+    if arguments.progress_file:
+        every = arguments.save_every
+        progress_file = ProgressFile(path=arguments.progress_file, every=every)
     is_unlimited = not (arguments.sweep or arguments.capacity_pages)
     pools = pools_of(runs, arguments.components)
     for each in runs:
@@ -176,7 +177,7 @@ def run(arguments, workload: Workload, tree: PrefixNodes, runs: list[Run]) -> No
                 batch=arguments.batch,
                 measure_from=measure_from,
                 hybrid=hybrid_of(arguments, each.window),
-                checkpoint=checkpoint,
+                progress_file=progress_file,
                 on_progress=on_progress,
             )
         figures = report.summarize(workload, result, ideal, each.pages, measure_from)

@@ -24,10 +24,10 @@ from ..ops.once import once_if
 from ..params import NO_NAMESPACE, InsertParams
 from ..state import CacheState, init
 from ..status import Status, describe
-from .checkpoint import Checkpoint, Progress
-from .checkpoint import begin as begin_progress
 from .hybrid import Hybrid, full_blocks, replay_hybrid
 from .ideal import prefix_nodes
+from .progress import Progress, ProgressFile
+from .progress import begin as begin_progress
 from .records import ReplayProgress, ReplayResult
 from .request import Requests, begin
 from .workload import Workload
@@ -50,7 +50,7 @@ def replay(
     measure_from: float = 0.0,
     reserved_pages: int = 0,
     hybrid: Hybrid | None = None,
-    checkpoint: Checkpoint | None = None,
+    progress_file: ProgressFile | None = None,
     on_progress: Callable[[ReplayProgress], None] | None = None,
 ) -> ReplayResult:
     """Replay every request of a workload, in order.
@@ -63,7 +63,7 @@ def replay(
       reserved_pages: pages of the pool that the replay never gets. A pool of 1,000
         with 900 reserved hits as one of 100 does, and needs no compilation of its own.
       hybrid: components beside FULL; None for FULL alone.
-      checkpoint: a file to keep the progress in, and to go on from where it is there.
+      progress_file: keeps the progress; where the file is there, it is gone on from.
       on_progress: called after each device call.
 
     Returns:
@@ -71,7 +71,7 @@ def replay(
 
     Raises:
       ValueError: `capacity_pages`, `batch` or `reserved_pages` is out of range.
-      SavedStateError: the checkpoint is damaged, or that of another replay.
+      SavedStateError: the file is damaged, or that of another replay.
       RuntimeError: the cache met trouble that a replay should never meet.
     """
     lengths = np.diff(workload.page_offsets).astype(np.int32)
@@ -103,8 +103,8 @@ def replay(
         )
     cache = _start(config, reserved_pages)
     progress = begin_progress(workload, cache, hybrid, reserved_pages)
-    if checkpoint is not None:
-        progress = checkpoint.resume(progress)
+    if progress_file is not None:
+        progress = progress_file.resume(progress)
     tokens = _padded_tokens(workload, widths[-1])
     chunks = _chunks(workload, lengths, batch, first=int(progress.done))
     started = time.perf_counter()
@@ -117,7 +117,7 @@ def replay(
     run_chunk = functools.partial(run_chunk, tokens=tokens)
     # A match and at most three inserts.
     ticks = batch * 4 * (widths[-1] + 1)
-    progress = _run(progress, chunks, run_chunk, ticks, checkpoint, on_progress)
+    progress = _run(progress, chunks, run_chunk, ticks, progress_file, on_progress)
     _check(progress.cache)
     rows = progress.outcomes
     measured = rows[workload.first_measured(measure_from) :]
@@ -136,7 +136,7 @@ def _run(
     chunks: list[Requests],
     run_chunk: Callable,
     ticks: int,
-    checkpoint: Checkpoint | None,
+    progress_file: ProgressFile | None,
     on_progress: Callable[[ReplayProgress], None] | None,
 ) -> Progress:
     """Replay the chunks, each of which advances the clock by at most `ticks`."""
@@ -159,9 +159,9 @@ def _run(
         cache, outcome = run_chunk(cache, chunk=chunk)
         outcomes.append(outcome)
         before, done = done, min(done + len(chunk.start), total)
-        if checkpoint is not None and checkpoint.is_due(done - saved, done == total):
+        if progress_file and progress_file.is_due(done - saved, done == total):
             progress = so_far()
-            checkpoint.save(progress)
+            progress_file.save(progress)
             saved, outcomes, started = done, [], time.perf_counter()
         if on_progress is not None:
             hits = np.asarray(outcome)[: done - before, 0]

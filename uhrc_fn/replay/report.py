@@ -103,7 +103,7 @@ class RunningRatio:
 class RunningRate:
     """Requests a second since the first call, before which there is set-up.
 
-    That call has the requests of a checkpoint, or of the first chunk.
+    That call has the requests of a progress file, or of the first chunk.
     """
 
     def __init__(self):

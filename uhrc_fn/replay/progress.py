@@ -1,4 +1,4 @@
-"""Checkpoints: a replay that was cut short goes on where its file was written last."""
+"""A replay that was cut short goes on where its file was written last."""
 
 import dataclasses
 import hashlib
@@ -59,8 +59,8 @@ def begin(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Where a replay keeps its progress.
+class ProgressFile:
+    """A file that a replay keeps its progress in.
 
     Args:
       path: the file; where there is one, a replay goes on from it.
