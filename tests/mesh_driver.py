@@ -69,8 +69,9 @@ def init_rank(config: u.CacheConfig) -> Rank:
     key = u.radix_key([], config, num_pages=PAGES)
     match = zeros(jax.eval_shape(u.peek_prefix_len, cache, key))
     receipt = zeros(jax.eval_shape(u.inc_lock_ref, cache, match)[1])
-    hands = jax.tree.map(lambda x: jnp.stack([x] * HANDS), (key, match, receipt))
-    return Rank(cache, *hands, jnp.zeros((HANDS, 3, PAGES), jnp.int32))
+    each = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * HANDS), tree)
+    held = jnp.zeros((HANDS, 3, PAGES), jnp.int32)
+    return Rank(cache, each(key), each(match), each(receipt), held)
 
 
 def turns_of(config: u.CacheConfig, named) -> Turn:
@@ -128,13 +129,12 @@ def play(rank: Rank, turns: Turn):
 
 
 def _act(name: str, rank: Rank, turn: Turn) -> Rank:
-    hand = turn.hand
-    mine = jax.tree.map(lambda x: x[hand], (rank.key, rank.match, rank.receipt))
-    held = rank.held[hand]
-    cache, key, match, receipt, held = _ACTS[name](rank.cache, *mine, held, turn)
-    put = lambda old, new: old.at[hand].set(new)
-    old = (rank.key, rank.match, rank.receipt, rank.held)
-    return Rank(cache, *jax.tree.map(put, old, (key, match, receipt, held)))
+    hands = [rank.key, rank.match, rank.receipt, rank.held]
+    mine = [jax.tree.map(lambda x: x[turn.hand], part) for part in hands]
+    cache, *new = _ACTS[name](rank.cache, *mine, turn=turn)
+    put = lambda old, new: old.at[turn.hand].set(new)
+    key, match, receipt, held = jax.tree.map(put, hands, new)
+    return Rank(cache, key, match, receipt, held)
 
 
 def _match(cache, key, match, receipt, held, turn):

@@ -97,7 +97,9 @@ def place(mesh: Mesh, tree):
     return jax.tree.map(put, tree, shardings(mesh, tree))
 
 
-def per_rank(function: Callable, mesh: Mesh, out_specs=None) -> Callable:
+def per_rank(
+    function: Callable, mesh: Mesh, out_specs=None, *, check_vma: bool = True
+) -> Callable:
     """A function of one rank as a function of all ranks, by `jax.shard_map`.
 
     Unlike `vmap`, it lets each rank take its own branches: no rank waits for another.
@@ -109,6 +111,8 @@ def per_rank(function: Callable, mesh: Mesh, out_specs=None) -> Callable:
       mesh: of `make_mesh`.
       out_specs: where it returns a pool, `partition_specs` of what it returns (of the
         arguments that it replaces); a prefix of the tree will do.
+      check_vma: of `jax.shard_map`: prove while tracing that what is no pool is the
+        same on all devices of a rank.
 
     Returns:
       A function of the same arguments with a leading axis of ranks, to be jitted.
@@ -121,9 +125,12 @@ def per_rank(function: Callable, mesh: Mesh, out_specs=None) -> Callable:
         return _map_rows(lambda x: jnp.asarray(x)[None], result)
 
     def on_all(*args):
-        in_specs = partition_specs(args)
         mapped = jax.shard_map(
-            on_rank, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+            on_rank,
+            mesh=mesh,
+            in_specs=partition_specs(args),
+            out_specs=out_specs,
+            check_vma=check_vma,
         )
         return mapped(*args)
 

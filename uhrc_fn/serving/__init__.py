@@ -18,11 +18,12 @@
 """
 
 from .config import ServeConfig as ServeConfig
+from .desk import Request as Request
+from .desk import Stats as Stats
 from .engine import Engine as Engine
-from .engine import Request as Request
-from .engine import Stats as Stats
 from .lanes import Lanes as Lanes
 from .lanes import Pools as Pools
+from .mesh_engine import MeshEngine as MeshEngine
 from .models.config import FAMILIES as FAMILIES
 from .models.config import ModelConfig as ModelConfig
 from .models.config import small_config as small_config
@@ -30,6 +31,7 @@ from .models.model import Model as Model
 from .models.model import forward as forward
 from .models.model import init_model as init_model
 from .models.model import init_pools as init_pools
+from .models.shard import shard_model as shard_model
 from .models.traits import ModelTraits as ModelTraits
 from .models.traits import traits_from_hf_config as traits_from_hf_config
 from .requests import Arrivals as Arrivals

@@ -43,6 +43,8 @@ class ModelConfig:
       norm_eps: of the RMS norms.
       tie_embeddings: whether the head is the embedding.
       dtype: of weights and activations.
+      tensor_axis: mesh axis whose devices share the model, each with a part of the
+        heads and of the MLP: see `shard`. `None` where each has all of it.
     """
 
     vocab_size: int
@@ -69,6 +71,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     dtype: str = "float32"
+    tensor_axis: str | None = None
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "hidden_size", "intermediate_size")
@@ -101,6 +104,28 @@ class ModelConfig:
     def layers_of(self, *kinds: str) -> tuple[int, ...]:
         """Numbers of the layers of these kinds."""
         return tuple(i for i, kind in enumerate(self.layers) if kind in kinds)
+
+    def shard(self, ways: int, axis: str) -> "ModelConfig":
+        """The part of one of `ways` devices along a mesh axis: its heads, its MLP.
+
+        Raises:
+          ValueError: the devices do not divide the heads, or the MLP's width.
+        """
+        names = ["intermediate_size"]
+        names += ["num_heads"] if self.has("gqa", "swa", "mla") else []
+        names += ["num_kv_heads"] if self.has("gqa", "swa") else []
+        names += ["recurrent_v_heads"] if self.recurrent_layers else []
+        names += ["recurrent_k_heads"] if self.recurrent_k_heads else []
+        whole = {name: getattr(self, name) for name in names}
+        for name, size in whole.items():
+            require(
+                size % ways == 0,
+                f"{name}={size} over {ways} devices of {axis!r}",
+                "a number that the devices divide",
+                "Choose fewer devices a rank; heads are never split.",
+            )
+        part = {name: size // ways for name, size in whole.items()}
+        return dataclasses.replace(self, tensor_axis=axis, **part)
 
     @property
     def num_layers(self) -> int:

@@ -44,6 +44,7 @@ class GLA(LinearRecurrentAttnBackend):
     rotary_dim: int = eqx.field(static=True)
     layer_index: int = eqx.field(static=True)
     num_layers: int = eqx.field(static=True)
+    tensor_axis: str | None = eqx.field(static=True)
 
     @classmethod
     def init(
@@ -63,6 +64,7 @@ class GLA(LinearRecurrentAttnBackend):
         rope_theta: float = 10_000.0,
         partial_rotary_factor: float = 0.5,
         dtype="float32",
+        tensor_axis: str | None = None,
     ) -> "GLA":
         """A layer with random weights.
 
@@ -81,6 +83,7 @@ class GLA(LinearRecurrentAttnBackend):
           rope_theta: base of the rotary positions.
           partial_rotary_factor: share of a head's channels that turn.
           dtype: of the weights.
+          tensor_axis: mesh axis whose devices each have so many of the heads.
 
         Raises:
           ValueError: other numbers of key heads or taps, an odd number of channels
@@ -114,13 +117,14 @@ class GLA(LinearRecurrentAttnBackend):
             rotary_dim=rotary_dim,
             layer_index=layer_index,
             num_layers=num_layers,
+            tensor_axis=tensor_axis,
         )
 
     def mix(self, x, temporal, conv, lanes: Lanes):
         """See the contract."""
         q, k, v = self._inputs(x, lanes)
-        slopes = decay_slopes(self.heads.num_v_heads, self.layer_index, self.num_layers)
-        decay = jnp.broadcast_to(-slopes.reshape(1, 1, -1, 1), (*q.shape[:3], 1))
+        slopes = self._slopes().reshape(1, 1, -1, 1)
+        decay = jnp.broadcast_to(-slopes, (*q.shape[:3], 1))
         o, temporal = recur(q, k, v, decay, None, temporal, new_tokens(x, lanes))
         groups = (*x.shape[:2], self.norm_groups, -1)
         ones = jnp.ones(self.heads.v_width // self.norm_groups)
@@ -128,6 +132,16 @@ class GLA(LinearRecurrentAttnBackend):
         gate = jax.nn.sigmoid(linear(x, self.gate).astype(jnp.float32))
         o = o * self.norm.astype(jnp.float32)[None, None] * gate
         return linear(o.astype(x.dtype), self.out), temporal, conv
+
+    def _slopes(self):
+        """Those of the heads that this device has."""
+        heads, axis = self.heads.num_v_heads, self.tensor_axis
+        ways = 1 if axis is None else jax.lax.axis_size(axis)
+        slopes = decay_slopes(heads * ways, self.layer_index, self.num_layers)
+        if axis is None:
+            return slopes
+        first = jax.lax.axis_index(axis) * heads
+        return jax.lax.dynamic_slice(jnp.asarray(slopes), (first,), (heads,))
 
     def _inputs(self, x, lanes: Lanes):
         """Queries, keys and values: [lanes, tokens, heads, dim] in float32."""

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ...pools.kv import KVConfig, init_kv_pool, init_swa_kv_pool
@@ -42,6 +43,21 @@ class Model(eqx.Module):
     head: Float[Array, " hidden vocab"] | None
     """`None` where the embedding is the head too."""
     config: ModelConfig = eqx.field(static=True)
+
+    def partition_specs(self, data: str = "data", tensor: str = "tensor") -> "Model":
+        """Specs in the model's own tree, for one that `shard_model` gave.
+
+        Where the part that `config` describes is smaller, `tensor` cuts: heads and MLP.
+        Embedding, head and norms are whole on each device.
+        """
+        del data
+        part = jax.eval_shape(lambda: init_model(jax.random.key(0), self.config))
+
+        def cut(whole, part):
+            pairs = zip(whole.shape, part.shape, strict=True)
+            return P(*(tensor if n != m else None for n, m in pairs))
+
+        return jax.tree.map(cut, self, part)
 
 
 def init_model(key, config: ModelConfig) -> Model:
@@ -81,7 +97,9 @@ def _init_mixer(key, config: ModelConfig, layer: int):
         return init_gqa(key, c, window=c.sliding_window)
     if kind == "mla":
         return init_mla(key, c)
-    rope = {"rope_theta": c.rope_theta} if kind == "gla" else {}
+    more = {}
+    if kind == "gla":
+        more = {"rope_theta": c.rope_theta, "tensor_axis": c.tensor_axis}
     return BACKENDS[kind].init(
         key,
         hidden_size=c.hidden_size,
@@ -94,7 +112,7 @@ def _init_mixer(key, config: ModelConfig, layer: int):
         num_layers=c.num_layers,
         norm_eps=c.norm_eps,
         dtype=c.dtype,
-        **rope,
+        **more,
     )
 
 
@@ -107,6 +125,7 @@ def init_pools(
     num_slots: int = 0,
     kv_dtype: str | None = None,
     state_dtype: str = "float32",
+    num_ranks: int = 1,
 ) -> Pools:
     """Empty pools for a model.
 
@@ -118,22 +137,28 @@ def init_pools(
       num_slots: usable slots of recurrent states.
       kv_dtype: of cached KV; `None` for the model's.
       state_dtype: of temporal states.
+      num_ranks: data-parallel ranks, each with so many pages and slots.
     """
-    kv = _init_kv(config, num_pages, num_swa_pages, page_size, kv_dtype or config.dtype)
+    shared = {
+        "page_size": page_size,
+        "dtype": kv_dtype or config.dtype,
+        "num_ranks": num_ranks,
+    }
+    kv = _init_kv(config, num_pages, num_swa_pages, shared)
     if not config.recurrent_layers:
         return Pools(kv, None)
-    return Pools(kv, init_recurrent_state_pool(_states(config, num_slots, state_dtype)))
+    states = _states(config, num_slots, state_dtype, num_ranks)
+    return Pools(kv, init_recurrent_state_pool(states))
 
 
-def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, page_size: int, dtype):
+def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, shared: dict):
     def heads(kind, pages):
         return KVConfig(
             num_pages=pages,
-            page_size=page_size,
             layers=c.layers_of(kind),
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
-            dtype=dtype,
+            **shared,
         )
 
     if c.has("swa"):
@@ -144,16 +169,17 @@ def _init_kv(c: ModelConfig, num_pages: int, num_swa_pages: int, page_size: int,
         return None
     latents = MLAConfig(
         num_pages=num_pages,
-        page_size=page_size,
         layers=c.layers_of("mla"),
         kv_lora_rank=c.kv_lora_rank,
         rope_head_dim=c.rope_head_dim,
-        dtype=dtype,
+        **shared,
     )
     return init_mla_pool(latents)
 
 
-def _states(c: ModelConfig, num_slots: int, state_dtype: str) -> RecurrentConfig:
+def _states(
+    c: ModelConfig, num_slots: int, state_dtype: str, num_ranks: int
+) -> RecurrentConfig:
     return RecurrentConfig(
         num_slots=num_slots,
         layers=c.recurrent_layers,
@@ -165,6 +191,7 @@ def _states(c: ModelConfig, num_slots: int, state_dtype: str) -> RecurrentConfig
         state_dtype=state_dtype,
         # Inputs as they are: a rounded one would tell a chunk's start from its middle.
         conv_dtype=c.dtype,
+        num_ranks=num_ranks,
     )
 
 
@@ -186,6 +213,8 @@ def forward(
       those of an idle lane mean nothing.
     """
     c = model.config
+    # A device's heads and its part of an MLP give a part of the sum that they add.
+    whole = lambda y: y if c.tensor_axis is None else jax.lax.psum(y, c.tensor_axis)
     kv, states = pools.kv, pools.states
     x = model.embedding.at[lanes.token_ids].get(mode="clip")
     for layer, (kind, block) in enumerate(zip(c.layers, model.blocks, strict=True)):
@@ -194,8 +223,8 @@ def forward(
             y, states = block.mixer(inner, states, layer, lanes)
         else:
             y, kv = block.mixer(inner, kv, layer, lanes)
-        x = x + y
-        x = x + block.mlp(rms_norm(x, block.mlp_norm, c.norm_eps))
+        x = x + whole(y)
+        x = x + whole(block.mlp(rms_norm(x, block.mlp_norm, c.norm_eps)))
     last = jnp.maximum(lanes.num_new - 1, 0)[:, None, None]
     x = rms_norm(jnp.take_along_axis(x, last, axis=1)[:, 0], model.norm, c.norm_eps)
     weight, axes = (
