@@ -14,8 +14,10 @@ endif
 # Two processes, a file at a time, so that a file compiles what it shares once.
 TWO := -n 2 --dist loadfile
 
+MINUTES ?= 60
+
 .DEFAULT_GOAL := help
-.PHONY: help demo replay test test-all test-env lint format bench tpu-estimate
+.PHONY: help demo replay test test-all test-env lint format bench soak tpu-estimate
 .PHONY: tpu-estimate-here clean always
 
 help: ## list the targets
@@ -48,6 +50,9 @@ format: $(VENV)/.dev ## let ruff mend what it can
 
 bench: $(VENV)/.dev ## time each operation
 	$(PY) benchmarks/ops.py $(ARGS)
+
+soak: $(VENV)/.dev ## an hour under pressure, MINUTES= to shorten; nothing may grow
+	$(PY) benchmarks/soak.py --minutes $(MINUTES) $(ARGS)
 
 # Where libtpu is installed, every JAX program looks for a TPU first and complains: it
 # gets an environment of its own.
