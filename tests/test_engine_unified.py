@@ -1,6 +1,7 @@
 """The functional cache behind the engine's interface."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from engine_workload import Workload, run
 
 from uhrc_fn import CacheConfig, Status, jitted
 from uhrc_fn.debug import check_invariants
+from uhrc_fn.engine import packed
 from uhrc_fn.engine.params import (
     DecLockRefParams,
     EvictParams,
@@ -251,11 +253,11 @@ def test_lengths_share_programs():
     cache = build()
     config = dataclasses.replace(cache.config, hash_seed=7)
     cache = UnifiedRadixCache(cache.requests, config)
-    before = jitted.peek_prefix_len._cache_size()  # type: ignore
+    program = packed._peek_program(config)
     for length in range(4, 128):
         cache.peek_prefix_len(list(range(length)))
     # 1 to 31 pages: 8, 16 and 32.
-    assert jitted.peek_prefix_len._cache_size() - before == 3  # type: ignore
+    assert program._cache_size() == 3  # type: ignore
 
 
 # Windows.
@@ -478,3 +480,51 @@ def test_unlock_without_a_lock_is_nothing():
     node = match(cache, A).last_device_node
     assert cache.dec_lock_ref(node, DecLockRefParams()).delta == 0
     assert cache.protected_size() == 0
+
+
+# Words of a key.
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda t: np.int64(t)])
+def test_keys_of_any_sequence_are_the_same_words(kind):
+    config = CacheConfig(page_size=PAGE, num_pages=8)
+    plain = packed.pack_key(A[:8], config, 4, extra_key="a", rows=1)
+    same = packed.pack_key(kind(A[:8]), config, 4, extra_key="a", rows=1)
+    np.testing.assert_array_equal(plain.words, same.words)
+    assert plain.words[8:16].tolist() == A[:8] and not plain.words[16:].any()
+    plain.row(0)[:2] = 5, 6
+    assert plain.words[-4:].tolist() == [5, 6, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2, 3, -4], "holds -4"),
+        ([1, 2, 3, 1 << 31], "holds 2147483648"),
+        (np.asarray([1, 2, 3, -4]), "holds -4"),
+        (np.asarray([1, 2, 3, 1 << 31]), "holds 2147483648"),
+        (np.asarray([1, 2, 3, (1 << 32) + 1]), "holds 4294967297"),
+        ([1, 2, 3, 4.0], "wanted a flat sequence of integers"),
+        (["a", "b", "c", "d"], "wanted a flat sequence of integers"),
+        ([[1, 2], [1, 2], [1, 2], [1, 2]], "wanted a flat sequence of integers"),
+        (np.ones((4, 4), np.int32), "wanted a flat sequence of integers"),
+    ],
+)
+def test_what_is_no_key_is_refused(tokens, message):
+    cache = build()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+    cache.raise_if_bad()
+
+
+def test_two_matches_of_one_path_lock_and_unlock():
+    """What a match brings to the host is enough to lock it later."""
+    cache = build(("FULL", "SWA"))
+    publish(cache, A)
+    first, second = match(cache, A), match(cache, A[:8])
+    locks = [cache.inc_lock_ref(m.last_device_node) for m in (first, second)]
+    assert cache.full_protected_size() == first.hit_length
+    for found, lock in zip((first, second), locks, strict=True):
+        cache.dec_lock_ref(found.last_device_node, lock.to_dec_params())
+    assert cache.full_protected_size() == 0
+    check(cache)

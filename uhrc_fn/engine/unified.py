@@ -15,6 +15,8 @@ from .. import params as core
 from ..config import CacheConfig
 from ..pools.sizing import NUM_TRACK_SLOTS, request_owned_slots
 from ..status import describe
+from . import packed
+from .packed import MATCH_SCALARS
 from .params import (
     NO_INDICES,
     DecLockRefParams,
@@ -30,7 +32,7 @@ from .params import (
 )
 from .recurrent_slots import RecurrentSlots
 from .request import Request, RequestTable
-from .unified_requests import RowTables, read_swa_pages
+from .unified_requests import RowTables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +44,22 @@ class TreeHandle:
     """Node of the tree; 0 is the root."""
     generation: int = 0
     """Which use of the node's id it is."""
-    match: core.MatchResult | None = None
-    """What `inc_lock_ref` of the core takes; `None` for the root."""
+    words: np.ndarray | None = None
+    """Scalars, pages and nodes of the match; `None` for the root."""
+    num_pages: int = 0
+    """Pages that it has room for."""
+
+    @property
+    def match(self) -> core.MatchResult | None:
+        """What `inc_lock_ref` of the core takes; `None` for the root."""
+        if self.words is None:
+            return None
+        pages, path = MATCH_SCALARS, MATCH_SCALARS + self.num_pages
+        return core.MatchResult(
+            device_indices=self.words[pages:path],  # type: ignore[arg-type]
+            path=self.words[path : path + self.num_pages],  # type: ignore[arg-type]
+            scalars=self.words[:pages],  # type: ignore[arg-type]
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeHandle):
@@ -101,28 +117,27 @@ class UnifiedRadixCache(RecurrentSlots):
         rank, key = self._key(params.key)
         if key is None:
             return self._no_match(rank, params.req)
-        wanted = self._record(
-            core.MatchPrefixParams,
-            {"key": key},
-            full_only=params.full_only,
-            cow_recurrent=self.config.has_recurrent and not params.full_only,
+        state, seen = packed.match_prefix(
+            self.states[rank], key.words, params.full_only
         )
-        state, found = jitted.match_prefix(self.states[rank], wanted)
-        self._keep(rank, state, key)
-        # In the order of `MatchResult`'s properties; each of them would cost as much
-        # as a transfer.
-        scalars = np.asarray(found.scalars).tolist()
+        self._keep(rank, state, key.num_pages)
+        seen = np.asarray(seen)
+        # In the order of the core's `MatchResult`; each of its properties would cost
+        # as much as a transfer.
+        scalars = seen[:MATCH_SCALARS].tolist()
         hit, run, node, generation, swa_branching, branching, slot, *lost, _ = scalars
         count = hit // self.page_size
-        pages = np.asarray(found.device_indices)[:count]
+        pages = seen[MATCH_SCALARS:]
         swa = None
         if self.config.has_swa:
-            swa = self._tokens(read_swa_pages(state, found.path)[:count])
-        handle = TreeHandle(rank, node, generation, found if node else None)
+            swa = self._tokens(pages[2 * key.num_pages :][:count])
+        handle = TreeHandle(rank)
+        if node:
+            handle = TreeHandle(rank, node, generation, seen, key.num_pages)
         if params.req is not None and params.cow_recurrent:
             params.req.recurrent_cow_src_index = slot
         return MatchResult(
-            self._tokens(pages),
+            self._tokens(pages[:count]),
             handle,
             handle,
             handle,
@@ -150,11 +165,10 @@ class UnifiedRadixCache(RecurrentSlots):
 
     def peek_prefix_len(self, key: RadixKey) -> int:
         """Tokens that `match_prefix` would hit; nothing changes."""
-        rank, pages = self._key(key)
-        if pages is None:
+        rank, words = self._key(key)
+        if words is None:
             return 0
-        found = jitted.peek_prefix_len(self.states[rank], pages)
-        return int(np.asarray(found.scalars)[0])
+        return int(packed.peek_prefix_len(self.states[rank], words.words)[0])
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Put a key's whole pages into the tree; nothing is freed.
@@ -162,26 +176,20 @@ class UnifiedRadixCache(RecurrentSlots):
         Args:
           params: its locations must come from `alloc`, whole pages in order.
         """
-        rank, key = self._key(params.key)
+        rank, key = self._key(params.key, rows=1 + self.config.has_swa)
         if key is None:
             return InsertResult()
-        size, length = len(key.token_ids) // self.page_size, key.length
-        fields: dict[str, Any] = {
-            "key": key,
-            "value": self._pages("value", params.value, length, size),
-            "prev_prefix_len": np.int32(params.prev_prefix_len),
-        }
+        words = key.words
+        self._write_pages("value", params.value, key.length, key.row(0))
+        words[packed.PREV_PREFIX_LEN] = params.prev_prefix_len
         if self.config.has_swa:
-            pages = self._pages("swa_value", params.swa_value, length, size)
-            fields["swa_value"] = pages
-            fields["swa_evicted_seqlen"] = np.int32(params.swa_evicted_seqlen)
+            self._write_pages("swa_value", params.swa_value, key.length, key.row(1))
+            words[packed.SWA_EVICTED_SEQLEN] = params.swa_evicted_seqlen
         if self.config.has_recurrent:
-            fields["recurrent_value"] = np.int32(params.recurrent_value)
-            fields["recurrent_length"] = length
-        wanted = self._record(core.InsertParams, fields)
-        state, result = jitted.insert(self.states[rank], wanted)
-        self._keep(rank, state, key)
-        return host_insert_result(result)
+            words[packed.RECURRENT_VALUE] = params.recurrent_value
+        state, scalars = packed.insert(self.states[rank], words)
+        self._keep(rank, state, key.num_pages)
+        return host_insert_result(scalars)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free exactly so much, rounded up to pages, or all that is not locked."""
@@ -197,7 +205,7 @@ class UnifiedRadixCache(RecurrentSlots):
 
     def inc_lock_ref(self, node: TreeHandle) -> IncLockRefResult:
         """Lock what a match found."""
-        if node.match is None:
+        if node.words is None:
             return IncLockRefResult()
         rank = node.dp_rank
         self.states[rank], receipt = jitted.inc_lock_ref(self.states[rank], node.match)
@@ -215,7 +223,7 @@ class UnifiedRadixCache(RecurrentSlots):
           ValueError: there are no params.
           RuntimeError: the lock has been given back already.
         """
-        if params is None and node.match is not None:
+        if params is None and node.words is not None:
             raise ValueError(
                 "dec_lock_ref got no params; wanted those of the lock: only they say "
                 "what it holds. Pass lock.to_dec_params()."
@@ -242,10 +250,10 @@ class UnifiedRadixCache(RecurrentSlots):
         state, row, none = self.states[rank], np.int32(1), self._tables.no_receipt
         if is_insert and not self.disable:
             state, _, inserted = jitted.cache_finished_req(state, table, row, key, none)
-            result = host_insert_result(inserted)
+            result = host_insert_result(inserted.scalars)
         else:
             state, _ = jitted.abort_req(state, table, row, none)
-        self._keep(rank, state, key)
+        self._keep(rank, state, len(key.token_ids) // self.page_size)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node, req.lock)
         self.requests.free(req)
@@ -267,16 +275,19 @@ class UnifiedRadixCache(RecurrentSlots):
         state, table, published = jitted.cache_unfinished_req(
             self.states[rank], table, np.int32(1), key, self._tables.no_receipt
         )
-        self._keep(rank, state, key)
+        self._keep(rank, state, len(key.token_ids) // self.page_size)
         seen = self._tables.read(state, table, published)
         count = req.kv_allocated_len // self.page_size
         swa = None if seen.swa_pages is None else self._tokens(seen.swa_pages[:count])
         self.requests.write(row, 0, self._tokens(seen.pages[:count]), swa)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node, req.lock)
-        node, generation = seen.match.scalars[2:4].tolist()
-        match = seen.match if node else None
-        req.last_node = TreeHandle(rank, node, generation, match)
+        words = seen.match_words
+        node, generation = words[2:4].tolist()
+        req.last_node = TreeHandle(rank)
+        if node:
+            num_pages = (len(words) - MATCH_SCALARS) // 2
+            req.last_node = TreeHandle(rank, node, generation, words, num_pages)
         req.lock = DecLockRefParams(receipt=seen.receipt)
         req.cache_protected_len = req.last_matched_prefix_len = seen.protected_length
         if req.recurrent_track_slots:
@@ -314,7 +325,7 @@ class UnifiedRadixCache(RecurrentSlots):
         return MatchResult(NO_INDICES, root, root, root, swa_indices=swa)
 
 
-def host_insert_result(result: core.InsertResult) -> InsertResult:
+def host_insert_result(scalars: Any) -> InsertResult:
     """An insert's scalars on the host."""
-    prefix, inserted, exist, committed = np.asarray(result.scalars).tolist()
+    prefix, inserted, exist, committed = np.asarray(scalars).tolist()
     return InsertResult(prefix, inserted, bool(exist), bool(committed))

@@ -15,10 +15,9 @@ from ..pools.req_to_token import (
     RequestConfig,
 )
 from ..state import CacheState, Owner
-from ..tree_arrays import GENERATION, NULL, VALUE, take
+from ..tree_arrays import GENERATION, NULL, take
+from .packed import MATCH_SCALARS
 from .request import Request, RequestTable
-
-_FULL_ONLY_HIT = 11  # scalars of a `MatchResult`
 
 
 class PublishedRow(NamedTuple):
@@ -29,8 +28,8 @@ class PublishedRow(NamedTuple):
     track_slots: list[int]
     last_track_len: int
     protected_length: int
-    match: core.MatchResult
-    """The end of what the tree holds of it, to be locked again."""
+    match_words: np.ndarray
+    """Scalars, pages and nodes of a match of what the tree holds of it."""
     receipt: core.IncLockRefResult
 
 
@@ -115,6 +114,7 @@ class RowTables:
     def read(self, state: CacheState, table, published) -> PublishedRow:
         """Bring what a request holds after publishing to the host, in one array."""
         words = np.asarray(_packed(state, table, published.receipt))
+        path, words = np.split(words, [published.receipt.path.shape[-1]])
         width = table.pages.shape[1]
         pages, words = words[:width], words[width:]
         swa_pages = None
@@ -123,22 +123,19 @@ class RowTables:
         generation, protected, *words = words.tolist()
         _, _, anchor, _, num_pages, _ = words[:6]
         last_track_len, *track_slots = words[6:] or [0]
-        scalars = np.zeros(_FULL_ONLY_HIT, np.int32)
+        scalars = np.zeros(MATCH_SCALARS, np.int32)
         hit = num_pages * self.config.page_size
         scalars[:4] = hit, hit, anchor, generation
-        scalars[10] = 1
-        match = core.MatchResult(
-            device_indices=pages,  # type: ignore[arg-type]
-            path=published.receipt.path,
-            scalars=scalars,  # type: ignore[arg-type]
-        )
+        scalars[-1] = 1  # FULL was asked alone
+        # The table is at least as wide as the key.
+        match_words = np.concatenate([scalars, pages[: len(path)], path])
         return PublishedRow(
             pages,
             swa_pages,
             track_slots,
             last_track_len,
             protected,
-            match,
+            match_words,
             published.receipt,
         )
 
@@ -180,21 +177,10 @@ def _one(value: int) -> np.ndarray:
 def _packed(state: CacheState, table: ReqToTokenPool, receipt):
     """All that `RowTables.read` wants, since each array read costs a transfer."""
     generation = take(state.tree.fields, GENERATION, receipt.anchor)
-    parts = [table.pages[1]]
+    parts = [receipt.path, table.pages[1]]
     if table.config.has_swa:
         parts.append(table.swa_pages[1])
     parts += [generation[None], table.protected_length[1:], receipt.scalars]
     if isinstance(table, HybridReqToTokenPool):
         parts += [table.last_track_len[1:], table.track_slots[1]]
     return jnp.concatenate(parts)
-
-
-@jax.jit
-def _swa_pages(state: CacheState, path):
-    held = take(state.tree.fields, VALUE + ComponentType.SWA, jnp.maximum(path, 0))
-    return jnp.where(path > 0, jnp.maximum(held, 0), 0)
-
-
-def read_swa_pages(state: CacheState, path) -> np.ndarray:
-    """SWA pages of the nodes of a path, 0 for a tombstone."""
-    return np.asarray(_swa_pages(state, path))
