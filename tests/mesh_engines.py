@@ -52,7 +52,7 @@ def mesh_engine(
         init_model(jax.random.key(0), model),
         config,
         functools.partial(pools_of, model, config, shape[0]),
-        make_mesh(*shape, devices),
+        make_mesh(shape[0], shape[1], devices),
         compiler_options=FAST,
     )
 
@@ -70,7 +70,8 @@ def prompts_of(rank: int) -> list[np.ndarray]:
 def serve(engine: MeshEngine) -> list[list[list[int]]]:
     """Outputs by rank and prompt; each rank serves its own one after another."""
     outputs = [[] for _ in engine.ranks]
-    for prompts in zip(*(prompts_of(r) for r in range(len(engine.ranks))), strict=True):
+    by_rank = [prompts_of(rank) for rank in range(len(engine.ranks))]
+    for prompts in zip(*by_rank, strict=True):
         requests = [
             engine.submit(prompt, OUTPUT, rank=rank)
             for rank, prompt in enumerate(prompts)

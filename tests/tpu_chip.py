@@ -24,8 +24,8 @@ TPU = jax.sharding.AbstractMesh(
 )
 
 
-def described_chip():
-    """Where arrays live: one chip of a described topology, or skip the test."""
+def described_chips() -> list:
+    """The four chips of a described topology, or skip the test."""
     from jax.experimental import topologies
 
     for name, value in {
@@ -39,7 +39,12 @@ def described_chip():
         described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
     except Exception as error:  # libtpu raises several kinds
         pytest.skip(f"libtpu cannot describe {TOPOLOGY}: {error}")
-    return jax.sharding.SingleDeviceSharding(described.devices[0])
+    return list(described.devices)
+
+
+def described_chip():
+    """Where arrays live: one chip of a described topology, or skip the test."""
+    return jax.sharding.SingleDeviceSharding(described_chips()[0])
 
 
 def compiled_for_tpu(function, *args, donate_argnums=0):

@@ -78,12 +78,27 @@ def init_ranks(mesh: Mesh, make: Callable):
     Returns:
       the same with a leading axis of ranks, on the mesh.
     """
+    make_all = _for_all(mesh, make)
+    out_shardings = shardings(mesh, jax.eval_shape(make_all))
+    return jax.jit(make_all, out_shardings=out_shardings)()
+
+
+def shapes_of_ranks(mesh: Mesh, make: Callable):
+    """What `init_ranks` gives as shapes, placed: to compile for devices far away."""
+    return placed_shapes(mesh, jax.eval_shape(_for_all(mesh, make)))
+
+
+def placed_shapes(mesh: Mesh, tree):
+    """The shapes of arrays with a leading axis of ranks, placed on a mesh."""
+    place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    return jax.tree.map(place, tree, shardings(mesh, tree))
+
+
+def _for_all(mesh: Mesh, make: Callable) -> Callable:
     _check_mesh(mesh)
     num_ranks = mesh.shape[DATA]
     stack = lambda x: jnp.broadcast_to(x, (num_ranks, *jnp.shape(x)))
-    make_all = lambda: _map_rows(stack, make())
-    out_shardings = shardings(mesh, jax.eval_shape(make_all))
-    return jax.jit(make_all, out_shardings=out_shardings)()
+    return lambda: _map_rows(stack, make())
 
 
 def place(mesh: Mesh, tree):

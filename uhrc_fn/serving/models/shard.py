@@ -24,16 +24,19 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
     Raises:
       ValueError: the devices of `tensor` do not divide the heads or the MLP.
     """
-    ways = mesh.shape[TENSOR]
+    return place(mesh, as_shards(model, mesh.shape[TENSOR]))
+
+
+def as_shards(model: Model, ways: int) -> Model:
+    """The same weights in the order of `ways` devices, under the config of one."""
     config = model.config.shard(ways, TENSOR)
     part = jax.eval_shape(lambda: init_model(jax.random.key(0), config))
     blocks = [
         dataclasses.replace(block, mixer=_by_device(block.mixer, ways))
         for block in model.blocks
     ]
-    model = dataclasses.replace(model, blocks=tuple(blocks))
-    leaves = jax.tree.leaves(model)
-    return place(mesh, jax.tree.unflatten(jax.tree.structure(part), leaves))
+    leaves = jax.tree.leaves(dataclasses.replace(model, blocks=tuple(blocks)))
+    return jax.tree.unflatten(jax.tree.structure(part), leaves)
 
 
 def _by_device(mixer, ways: int):
