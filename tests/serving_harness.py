@@ -82,6 +82,11 @@ def make_engine(
     )
 
 
+def outputs(engine: Engine, prompts, tokens: int, **options) -> list[list[int]]:
+    """Serve one after another, so that each may hit what those before published."""
+    return [engine.generate([prompt], tokens, **options)[0] for prompt in prompts]
+
+
 def check(engine: Engine) -> None:
     """No trouble, every invariant, and every entry of every pool accounted for."""
     engine.check()
