@@ -116,6 +116,21 @@ def test_dropping_in_place_gives_what_it_gives_undonated(tmp_path):
     assert canonical(plain)["PROTECTED"] == 0 != canonical(numpy(cache))["PROTECTED"]
 
 
+def test_what_was_locked_is_evicted_in_its_turn():
+    """Fault: a plan of victims that was made without what is unlocked now."""
+    harness = Harness(SMALL, is_checked=False)
+    harness.publish([0, 1, 2, 3])
+    harness.lock(harness.match([0, 1, 2, 3]))
+    harness.publish([9, 9, 8, 8, 7, 7])
+    harness.evict(2)
+    assert int(harness.cache.counters[Counter.PLAN_LIMIT]) >= 0
+    harness.cache = jitted.drop_requests(harness.cache)
+    u.check_invariants(harness.cache, NOBODY)
+    harness.evict(2)  # the page at the end of the older prompt
+    assert harness.hit([0, 1, 2, 3]) == 2
+    assert harness.hit([9, 9, 8, 8, 7, 7]) == 4
+
+
 def test_ranks_drop_their_requests_each(tmp_path):
     path, cache = warm(tmp_path)
     ranks = jax.tree.map(lambda x, y: jnp.stack([x, y]), cache, u.init(SMALL))

@@ -57,7 +57,6 @@ def drop_requests(cache: CacheState) -> CacheState:
         free_ids=free_ids,
         owner=jnp.where(is_dropped, int(Owner.FREE), cache.owner),
         ledger=cache.ledger.at[SERIAL].set(0),
-        victim_plan=jnp.full_like(cache.victim_plan, NULL),
         counters=counters,
     )
     return settle(cache, ())[0]
