@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 from harness import stack
+from jax.sharding import PartitionSpec as P
 from model_cases import LANES, SHARED, config_of, draw, lanes_of, prompts, serve
 from serving_harness import FAST
 
-from uhrc_fn.mesh import P, init_ranks, make_mesh, partition_specs, per_rank, place
+from uhrc_fn.mesh import init_ranks, make_mesh, partition_specs, per_rank, place
 from uhrc_fn.serving import forward, init_pools, shard_model
 
 PAGE = 4

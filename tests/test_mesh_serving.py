@@ -1,12 +1,17 @@
 """The serving step on a mesh: ranks of their own, and heads over devices."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from harness import row
-from mesh_engines import mesh_engine, serve
+from mesh_engines import OUTPUT, mesh_engine, prompts_of, serve
 
 import uhrc_fn as u
+from uhrc_fn.serving import mesh_engine as module
+
+GQA = (4, 2)
 
 
 def check_idle(engine) -> None:
@@ -34,10 +39,22 @@ def check_copies(engine) -> None:
         assert len(by_rank) == len(engine.ranks)
 
 
+@functools.cache
+def engine_of(family: str, shape, use_cache: bool = True):
+    """Built and compiled once."""
+    return mesh_engine(family, shape, use_cache)
+
+
+@functools.cache
+def control_of(family: str, shape):
+    """Outputs of the same model on the same mesh without a cache."""
+    return serve(engine_of(family, shape, use_cache=False))
+
+
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("gqa", (4, 2)),
+        ("gqa", GQA),
         pytest.param("kda-mla", (2, 4), marks=pytest.mark.slow),
         pytest.param("gdn-gqa", (2, 2), marks=pytest.mark.slow),
         pytest.param("gla-gqa", (2, 2), marks=pytest.mark.slow),
@@ -46,8 +63,7 @@ def check_copies(engine) -> None:
 )
 def test_ranks_serve_the_tokens_of_no_cache(family, shape):
     """A hit, a miss and the control on the same mesh, in float32."""
-    control = serve(mesh_engine(family, shape, use_cache=False))
-    engine = mesh_engine(family, shape)
+    control, engine = control_of(family, shape), engine_of(family, shape)
     assert serve(engine) == control
     assert all(rank.stats.hit_tokens > 0 for rank in engine.ranks)
     hits = [rank.stats.hit_tokens for rank in engine.ranks]
@@ -56,3 +72,41 @@ def test_ranks_serve_the_tokens_of_no_cache(family, shape):
         assert rank.stats.hit_tokens > 2 * before
     check_idle(engine)
     check_copies(engine)
+
+
+def test_a_clock_is_compacted_in_time(monkeypatch):
+    engine = engine_of("gqa", GQA)
+    most = engine.config.cache.num_nodes + 1
+    serve(engine)
+    assert (np.asarray(engine.state.cache.clock) > most).all()
+    monkeypatch.setattr(module, "COMPACT_AT", 0)
+    assert serve(engine) == control_of("gqa", GQA)
+    assert (np.asarray(engine.state.cache.clock) <= most).all()
+    check_idle(engine)
+
+
+def test_a_request_is_cancelled_on_its_rank_alone():
+    engine = engine_of("gqa", GQA)
+    prompts = [prompts_of(rank)[0] for rank in range(GQA[0])]
+    requests = [
+        [engine.submit(prompt, OUTPUT, rank=rank) for _ in range(6)]
+        for rank, prompt in enumerate(prompts)
+    ]
+    while not requests[1][0].output:
+        engine.step()
+    engine.cancel(requests[1][0], rank=1)  # runs
+    engine.cancel(requests[1][5], rank=1)  # waits on the host
+    engine.run()
+    check_idle(engine)
+    for rank, of_rank in enumerate(requests):
+        cancelled = [n for n, request in enumerate(of_rank) if request.is_cancelled]
+        assert cancelled == ([0, 5] if rank == 1 else [])
+        wanted = control_of("gqa", GQA)[rank][0]
+        kept = [request for request in of_rank if not request.is_cancelled]
+        assert all(request.output == wanted for request in kept)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(ValueError, match=f"rank={rank}; wanted one of 4 ranks"):
+        engine_of("gqa", GQA).submit([1, 2], 1, rank=rank)

@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from mesh_engines import pools_of, serve_config, two_layers
 from op_cases import config_of
 from test_mesh import collectives
 from tpu_chip import described_chips, needs_libtpu, no_cache_entry
 
 import uhrc_fn as u
-from uhrc_fn.mesh import P, make_mesh, per_rank, placed_shapes, shapes_of_ranks
+from uhrc_fn.mesh import make_mesh, per_rank, placed_shapes, shapes_of_ranks
 from uhrc_fn.serving import init_model, init_serving
 from uhrc_fn.serving.mesh_engine import serve_steps_on
 from uhrc_fn.serving.models.shard import as_shards

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from ..mesh import DATA, P, init_ranks, partition_specs, per_rank, place
+from ..mesh import DATA, init_ranks, partition_specs, per_rank, place
 from ..ops.clock import compact_clock
 from ..pools.layout import require
 from ..status import raise_if_bad
