@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import row, same, stack
+from jax.sharding import AxisType
 from mesh_driver import Rank, config_of, draw_turns, init_rank, play, turns_of
 from op_cases import SETS
 
@@ -148,3 +149,35 @@ def test_a_collective_would_be_seen(axis):
     summed = per_rank(lambda x: jax.lax.psum(x, axis), mesh)
     text = jax.jit(summed).lower(jnp.zeros((2, 8))).compile().as_text()
     assert collectives(text) == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "words"),
+    [(4, 4, "data=4 and tensor=4 with 8 devices"), (0, 1, "at least 1 of each")],
+)
+def test_a_mesh_of_too_few_devices_is_refused(data, tensor, words):
+    with pytest.raises(ValueError, match=words):
+        make_mesh(data, tensor)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        jax.make_mesh((2,), ("data",), (AxisType.Auto,)),
+        jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2),
+    ],
+    ids=["one axis", "explicit"],
+)
+def test_another_mesh_is_refused(mesh):
+    for act in (
+        lambda: per_rank(u.compact_clock, mesh),
+        lambda: init_ranks(mesh, lambda: u.init(config_of("FULL"))),
+        lambda: place(mesh, np.zeros(2)),
+    ):
+        with pytest.raises(ValueError, match=r"Build it with uhrc_fn\.mesh\.make_mesh"):
+            act()
+
+
+def test_ranks_that_the_mesh_does_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"axis 0 of \[3\] over 2 devices of 'data'"):
+        place(make_mesh(2, 2), np.zeros(3))

@@ -5,10 +5,20 @@ import functools
 import jax
 import numpy as np
 import pytest
-from harness import row
-from mesh_engines import OUTPUT, mesh_engine, prompts_of, serve
+from harness import row, same
+from mesh_engines import (
+    OUTPUT,
+    mesh_engine,
+    pools_of,
+    prompts_of,
+    serve,
+    serve_config,
+    two_layers,
+)
+from serving_harness import FAST
 
 import uhrc_fn as u
+from uhrc_fn.serving import Engine, init_model
 from uhrc_fn.serving import mesh_engine as module
 
 GQA = (4, 2)
@@ -110,3 +120,26 @@ def test_a_request_is_cancelled_on_its_rank_alone():
 def test_a_rank_that_is_none_is_refused(rank):
     with pytest.raises(ValueError, match=f"rank={rank}; wanted one of 4 ranks"):
         engine_of("gqa", GQA).submit([1, 2], 1, rank=rank)
+
+
+@pytest.mark.slow
+def test_a_rank_ends_with_the_integers_of_an_engine_alone():
+    """Prompts of other lengths on the other ranks, and steps that they alone need."""
+    engine = mesh_engine("gqa", GQA)
+    outputs = serve(engine)
+    held = jax.device_get(integers(engine.state))
+    model, config = two_layers("gqa"), serve_config("gqa")
+    for rank in range(GQA[0]):
+        alone = Engine(
+            init_model(jax.random.key(0), model),
+            config,
+            pools_of(model, config, 1),
+            compiler_options=FAST,
+        )
+        wanted = [alone.generate([prompt], OUTPUT)[0] for prompt in prompts_of(rank)]
+        assert outputs[rank] == wanted
+        assert same(row(held, rank), integers(alone.state))
+
+
+def integers(state):
+    return state.cache, state.tables, state.requests
