@@ -11,6 +11,8 @@
     engine = Engine(model, config, pools)      # on the host, thin
     engine.generate(prompts, max_tokens=64)
 
+    MeshEngine(model, config, make_pools, mesh)    # the same, with ranks on a mesh
+
     state = init_serving(config, pools)        # or without it: a pure function
     state, record = serve_steps(model, state, num_steps=8)
 
