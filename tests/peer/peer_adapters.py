@@ -37,6 +37,13 @@ def install() -> None:
     _replace("swa_radix_cache", SWARadixCache=PeerSWARadixCache)
     _replace("chunk_cache", ChunkCache=PeerChunkCache, SWAChunkCache=PeerSWAChunkCache)
     _replace("registry", default_radix_cache_factory=choose_peer_cache)
+    # Gigabytes of zeros for each test, which no cache reads.
+    pools = importlib.import_module("sgl_jax.srt.mem_cache.memory_pool")
+    pools.MHATokenToKVPool._create_buffers = _no_buffers
+
+
+def _no_buffers(pool: Any) -> None:
+    pool.kv_buffer = []
 
 
 def _replace(module: str, **names: Any) -> None:
