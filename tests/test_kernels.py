@@ -5,6 +5,7 @@ which also looks for races between its DMAs.
 """
 
 import functools
+import inspect
 import re
 
 import jax
@@ -36,13 +37,18 @@ SHAPES = [
 
 
 def states(rows: int, seed: int = 0) -> list[jax.Array]:
-    """Arrays of random bits: a state may hold any."""
+    """Arrays of random bits: a state may hold any.
+
+    But for the payload of a bfloat16 NaN, which JAX 0.10 does not keep on CPU.
+    """
     random = np.random.default_rng(seed)
-    bits = lambda shape, dtype: jnp.asarray(
-        random.integers(0, 256, (rows, *shape, jnp.dtype(dtype).itemsize), np.uint8)
-        .view(dtype)
-        .reshape(rows, *shape)
-    )
+
+    def bits(shape, dtype):
+        size = (rows, *shape, jnp.dtype(dtype).itemsize)
+        array = random.integers(0, 256, size, np.uint8).view(dtype)
+        array[np.isnan(array) & (dtype == "bfloat16")] = np.nan
+        return jnp.asarray(array.reshape(rows, *shape))
+
     return [bits(shape, dtype) for shape, dtype in SHAPES]
 
 
@@ -61,9 +67,13 @@ def lanes(*values) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
+# Older versions only warn of a race, and have no setting for it.
+_CAN_RAISE = "on_race" in inspect.signature(pltpu.InterpretParams).parameters
 # A clock of the default size has one entry for all DMAs, which hides their races.
 INTERPRET = pltpu.InterpretParams(
-    detect_races=True, on_race="warn", vector_clock_size=1024
+    detect_races=True,
+    vector_clock_size=1024,
+    **({"on_race": "warn"} if _CAN_RAISE else {}),
 )
 
 
@@ -307,6 +317,10 @@ def assert_in_place(compiled, buffers, temporary: int):
     assert not whole.findall(compiled.as_text())
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 11),
+    reason="on CPU JAX 0.10 makes float32 of what it moves in a bfloat16 buffer",
+)
 @pytest.mark.parametrize("kernel", [copy_slots, track_scatter])
 def test_on_the_cpu_the_buffers_stay_in_place(kernel):
     args = arguments(kernel)
