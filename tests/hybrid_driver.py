@@ -16,6 +16,11 @@ from uhrc_fn import CacheConfig
 SETS = {
     "full": {"components": ("FULL",)},
     "swa": {"components": ("FULL", "SWA"), "num_swa_pages": 11},
+    "swa-recent": {
+        "components": ("FULL", "SWA"),
+        "num_swa_pages": 11,
+        "swa_inserts_are_recent": True,
+    },
     "recurrent": {"components": ("FULL", "RECURRENT"), "num_recurrent_slots": 6},
 }
 
@@ -23,7 +28,7 @@ SETS = {
 def config(name: str, page_size: int) -> CacheConfig:
     """A small cache; at page size 4 the window is no whole number of pages."""
     changes = dict(SETS[name])
-    if name == "swa":
+    if "SWA" in changes["components"]:
         changes["sliding_window_size"] = 2 if page_size == 1 else 6
     if name == "recurrent" and page_size > 1:
         changes["enable_recurrent_extra_buffer"] = True

@@ -193,6 +193,10 @@ class HybridOracle(Store):
                 node.values[SWA] = entry
                 self._stamp(node, SWA, is_low=i < first_in_window)
                 result.adopted[SWA].append(i)
+        if self.settings.swa_inserts_are_recent:
+            for node in path:
+                if node.values[SWA]:
+                    self._stamp(node, SWA)
 
     def _commit(self, path, prev: int, slot: int, result: InsertResult) -> None:
         """Put a snapshot on the last node; the one it replaces in its line is low."""

@@ -22,6 +22,8 @@ class Settings:
     max_live_receipts: int
     window_pages: int = 0
     """Pages that cover the sliding window."""
+    swa_inserts_are_recent: bool = False
+    """Whether all SWA pages of a key that is inserted count as used."""
     grid: int = 1
     """Tokens between positions where a snapshot may stand."""
 

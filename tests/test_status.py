@@ -405,6 +405,8 @@ SLIDING = {"components": "FULL,SWA", "num_swa_pages": 5, "sliding_window_size": 
 CONFIGS += [
     (SLIDING | {"num_swa_pages": True}, "num_swa_pages=True"),
     (SLIDING | {"sliding_window_size": True}, "sliding_window_size=True"),
+    (SLIDING | {"swa_inserts_are_recent": 1}, "swa_inserts_are_recent=1"),
+    ({"swa_inserts_are_recent": True}, "swa_inserts_are_recent=True.*False"),
 ]
 CONFIGS += [
     ({name: True}, f"{name}=True")

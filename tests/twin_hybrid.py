@@ -26,6 +26,7 @@ def settings(config: CacheConfig) -> Settings:
         max_prefix_pages=config.max_prefix_pages,
         max_live_receipts=config.max_live_receipts,
         window_pages=-(-config.sliding_window_size // config.page_size),
+        swa_inserts_are_recent=config.swa_inserts_are_recent,
         grid=config.recurrent_track_interval or config.page_size,
     )
 

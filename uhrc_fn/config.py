@@ -52,6 +52,10 @@ class CacheConfig:
       max_prefix_pages: longest cacheable prefix, in pages; `None` means `num_pages`.
       num_swa_pages: pages of the SWA pool (SWA only).
       sliding_window_size: window, in tokens (SWA only).
+      swa_inserts_are_recent: whether all SWA pages of a key count as used when it is
+        inserted (SWA only). False counts its last window, and what it brings before
+        that goes first: right where prompts are long against windows and continued at
+        their end. True suits short prompts that are cut and continued anywhere.
       num_recurrent_slots: slots of the recurrent state pool (RECURRENT only).
       enable_recurrent_extra_buffer: publish snapshots through track slots; needs
         `page_size > 1` (RECURRENT only).
@@ -73,6 +77,7 @@ class CacheConfig:
     max_prefix_pages: int = None  # pyright: ignore[reportAssignmentType]
     num_swa_pages: int = 0
     sliding_window_size: int = 0
+    swa_inserts_are_recent: bool = False
     num_recurrent_slots: int = 0
     enable_recurrent_extra_buffer: bool = False
     recurrent_track_interval: int | None = None
@@ -213,6 +218,13 @@ def _validate_swa(c: CacheConfig, require) -> None:
             "a positive integer" if c.has_swa else "0",
             f"Set {name}." if c.has_swa else "Add SWA to components, or leave it out.",
         )
+    recent = c.swa_inserts_are_recent
+    require(
+        isinstance(recent, bool) and (c.has_swa or not recent),
+        f"swa_inserts_are_recent={recent!r} with components={_names(c)}",
+        "True or False" if c.has_swa else "False",
+        "It says which SWA pages are evicted first.",
+    )
     if c.has_swa:
         require(
             c.window_pages + 1 <= c.num_swa_pages,

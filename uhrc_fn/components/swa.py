@@ -48,6 +48,8 @@ class SWAComponent(Component):
     def stamps_insert(self, page, cut, taken, value, stamp):
         """The last window as a hit would; what came in before it is low."""
         live = taken | (value != NULL)
+        if self.config.swa_inserts_are_recent:
+            return live & (page < cut), stamp
         inside = self.refreshes(page, cut, jnp.where(live, 0, NULL))
         low = taken & ~inside
         return inside | low, jnp.where(low, stamp - LOW_STAMP, stamp)
