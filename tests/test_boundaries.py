@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from uhrc_fn.pools.boundaries import cut_prefill, cut_prefills, next_boundary
@@ -110,6 +110,7 @@ def test_the_last_piece_of_a_prompt_counts_as_whole_pages():
 lengths = st.integers(0, 700)
 
 
+@settings(max_examples=30)
 @given(
     page_size=st.sampled_from([1, 4, 16]),
     pages_an_interval=st.integers(1, 6),

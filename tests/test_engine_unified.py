@@ -23,6 +23,10 @@ from uhrc_fn.engine.unified import UnifiedRadixCache
 
 A = list(range(100, 120))
 PAGE = 4
+BASE_AND_EXTRA = [
+    "base",
+    pytest.param(("FULL", "RECURRENT"), marks=pytest.mark.slow, id="extra-buffer"),
+]
 
 
 def build(components=("FULL",), dp_size=1, slots=7, **settings) -> UnifiedRadixCache:
@@ -357,7 +361,9 @@ def test_insert_with_a_snapshot():
     check(cache)
 
 
-@pytest.mark.parametrize("tracks, tree", [(2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    "tracks, tree", [(2, 3), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
 def test_extra_buffer_publishes_the_kept_slot(tracks, tree):
     cache = build(("FULL", "RECURRENT"), num_track_slots=tracks)
     assert cache.recurrent_extra_buffer_active()
@@ -418,7 +424,7 @@ def test_requests_wait_for_slots_and_evict_exactly_the_shortfall():
     check(cache, [waits])
 
 
-@pytest.mark.parametrize("components", ["base", ("FULL", "RECURRENT")])
+@pytest.mark.parametrize("components", BASE_AND_EXTRA)
 def test_an_idle_rank_moves_a_snapshot_that_it_could_not_clone(components):
     slots = 1 if components == "base" else 3
     cache = build(components, slots=slots)
@@ -463,7 +469,7 @@ def test_a_live_request_without_a_replacement_tries_again():
     check(cache, [req, other])
 
 
-@pytest.mark.parametrize("components", ["base", ("FULL", "RECURRENT")])
+@pytest.mark.parametrize("components", BASE_AND_EXTRA)
 def test_random_recurrent_requests_lose_no_slot(components):
     cache = build(components, dp_size=2)
     load = Workload(5, 40, cache.page_size, 12, 2, branching=0.0)

@@ -26,6 +26,12 @@ from uhrc_fn.serving.step import serve_steps
 PAGES, SWA_PAGES, SLOTS = 16_410, 16_416, 4_098
 ROWS = {PAGES + 1, SWA_PAGES + 1, SLOTS + 1}
 CHUNK = 16
+# One family of each set of components where time is short.
+QUICK = ("gqa", "swa-gqa", "kda-mla")
+BY_COST = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+]
 
 
 def two_layers(family: str, **changes) -> ModelConfig:
@@ -100,7 +106,7 @@ def test_a_call_of_the_host_would_be_seen():
     assert found == ["debug_callback"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_COST)
 def test_the_state_stays_in_place_and_no_pool_is_copied(family):
     compiled = traced(family).lower().compile()
     _, state = shapes_of(family)
