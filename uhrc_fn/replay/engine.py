@@ -192,7 +192,7 @@ def _padded_tokens(workload: Workload, width: int):
     return jnp.asarray(np.concatenate([workload.keys, room]))
 
 
-def _chunks(workload: Workload, lengths, batch: int, first: int) -> list[Requests]:
+def _chunks(workload: Workload, lengths, batch: int, first: int = 0) -> list[Requests]:
     """Requests from `first` on in chunks; the last is filled with empty ones."""
     count = workload.num_requests - first
     total = -(-count // batch) * batch
