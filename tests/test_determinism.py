@@ -33,7 +33,7 @@ TOKENS = 8
 # At, before and after a page boundary and a track boundary, by page size.
 POINTS = {1: (31, 32, 33, 7), 16: (47, 48, 49, 63, 64, 65, 5)}
 # Each case compiles three programs; a few stand for all where time is short.
-QUICK = {("kda-mla", 16), ("swa-gqa", 16), ("kda-mla", 1)}
+QUICK = {("kda-mla", 16), ("swa-gqa", 16)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for case in itertools.product(FAMILIES, (16, 1))

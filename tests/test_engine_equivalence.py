@@ -86,7 +86,11 @@ CASES = [(1, 4, False), (128, 2, False), (1, 2, True), (128, 4, True)]
 IDS = [f"page{p}-ranks{d}-{'full-swa' if s else 'full'}" for p, d, s in CASES]
 
 
-@pytest.mark.parametrize("page_size, dp_size, has_swa", CASES, ids=IDS)
+@pytest.mark.parametrize(
+    "page_size, dp_size, has_swa",
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 4)) for case in CASES],
+    ids=IDS,
+)
 def test_equal_while_nothing_is_evicted(page_size, dp_size, has_swa):
     load = Workload(3, 6 * dp_size, page_size, MAX_PAGES, dp_size)
     old = run(without_eviction(legacy(page_size, dp_size, has_swa)), load)

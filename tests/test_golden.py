@@ -69,7 +69,13 @@ MOONCAKE = {
 
 
 @pytest.mark.traces
-@pytest.mark.parametrize("name", MOONCAKE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if i else ())
+        for i, name in enumerate(MOONCAKE)
+    ],
+)
 def test_mooncake_hit_ratios_are_those_of_the_table(traces_dir, name):
     workload = load_trace(traces_dir / f"{name}.jsonl.gz")
     table = MOONCAKE[name]
@@ -185,6 +191,7 @@ def test_a_generated_workload_does_what_the_oracle_does():
 # What all of the above relies on.
 
 
+@pytest.mark.slow
 def test_a_pool_with_reserved_pages_is_a_smaller_pool():
     requests = [(n, tokens[: 16 * PAGE]) for n, tokens in generated_requests(300)]
     workload = workload_of(requests)

@@ -28,7 +28,11 @@ from uhrc_fn.serving.models.model import init_model, init_pools
 # One forward, in pieces.
 
 ENDS = np.array([LENGTH, 17, 16])
-FAMILY_AND_PAGE = [(f, p) for f in FAMILIES for p in (1, 16)]
+FAMILY_AND_PAGE = [
+    pytest.param(f, p, marks=pytest.mark.slow if p == 1 and f != "kda-mla" else ())
+    for f in FAMILIES
+    for p in (1, 16)
+]
 CLOSE = {"rtol": 0, "atol": 5e-5}
 
 

@@ -71,7 +71,9 @@ def hits_of(keys, tokens, with_branches: bool) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("checkpoints", ["ends", "branches"])
+@pytest.mark.parametrize(
+    "checkpoints", ["ends", pytest.param("branches", marks=pytest.mark.slow)]
+)
 def test_snapshots_are_where_sets_of_prefixes_say(checkpoints):
     keys, tokens = conversations()
     hybrid = Hybrid(components=("FULL", "RECURRENT"), checkpoints=checkpoints)
@@ -85,6 +87,7 @@ def test_snapshots_are_where_sets_of_prefixes_say(checkpoints):
     assert free.tolist() == list(result.cache.config.capacities)
 
 
+@pytest.mark.slow
 def test_a_wide_window_hits_like_full_attention():
     keys, tokens = conversations()
     workload = workload_of(keys, tokens)

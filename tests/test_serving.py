@@ -19,12 +19,15 @@ from serving_harness import (
 from uhrc_fn.serving.requests import Phase
 
 OUTPUT = 8
+SLOW = pytest.mark.slow
 
 # At, before and after a page boundary and a track boundary.
 POINTS = (47, 48, 49, 63, 64, 65, 5)
 
 
-@pytest.mark.parametrize("family", ["gqa", "kda-mla", "swa-gqa"])
+@pytest.mark.parametrize(
+    "family", ["kda-mla", *(pytest.param(f, marks=SLOW) for f in ("gqa", "swa-gqa"))]
+)
 def test_rows_of_a_batch_do_not_influence_each_other(family):
     prompts = prompts_around(POINTS)
     alone = outputs(make_engine(family), prompts, OUTPUT)
@@ -50,7 +53,11 @@ def test_no_page_or_slot_is_lost_where_the_pool_is_too_small():
 @pytest.mark.parametrize(
     ("family", "small"),
     [
-        ("swa-gqa", {"num_pages": 10, "num_nodes": 10, "num_swa_pages": 8}),
+        pytest.param(
+            "swa-gqa",
+            {"num_pages": 10, "num_nodes": 10, "num_swa_pages": 8},
+            marks=SLOW,
+        ),
         ("kda-mla", {"num_pages": 10, "num_nodes": 10, "num_recurrent_slots": 3}),
     ],
 )

@@ -119,6 +119,7 @@ def test_the_state_stays_in_place_and_no_pool_is_copied(family):
     assert not whole_copies(text)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_state_would_be_seen():
     """Undonated, what is written must be copied first."""
     jitted = jax.jit(serve_steps, static_argnums=2, compiler_options=FAST)
