@@ -51,12 +51,7 @@ class Engine(Desk):
         Raises:
           ValueError: `steps_per_call` is not positive.
         """
-        require(
-            steps_per_call >= 1,
-            f"steps_per_call={steps_per_call}",
-            "at least 1",
-            "More of them save calls, and let the host see tokens later.",
-        )
+        require_steps(steps_per_call)
         super().__init__(config, model.config.vocab_size)
         self.model = model
         self.state = init_serving(config, pools)
@@ -145,3 +140,13 @@ def cancel_row(state: ServeState, row) -> ServeState:
         state = give_back(state, jnp.where(runs, row, 0), Phase.IDLE)
     requests = state.requests.put(row, phase=int(Phase.IDLE))
     return dataclasses.replace(state, requests=requests)
+
+
+def require_steps(steps_per_call: int) -> None:
+    """Refuse a call of no steps, with a sentence."""
+    require(
+        steps_per_call >= 1,
+        f"steps_per_call={steps_per_call}",
+        "at least 1",
+        "More of them save calls, and let the host see tokens later.",
+    )

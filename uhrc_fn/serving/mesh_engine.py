@@ -21,7 +21,7 @@ from ..pools.layout import require
 from ..status import raise_if_bad
 from .config import ServeConfig
 from .desk import Desk, Request
-from .engine import COMPACT_AT, cancel_row, take_arrivals
+from .engine import COMPACT_AT, cancel_row, require_steps, take_arrivals
 from .lanes import Pools
 from .models.model import Model
 from .models.shard import shard_model
@@ -60,12 +60,7 @@ class MeshEngine:
           ValueError: the devices of a rank do not divide the model, or
             `steps_per_call` is not positive.
         """
-        require(
-            steps_per_call >= 1,
-            f"steps_per_call={steps_per_call}",
-            "at least 1",
-            "More of them save calls, and let the host see tokens later.",
-        )
+        require_steps(steps_per_call)
         self.config, self.mesh, self.steps_per_call = config, mesh, steps_per_call
         self.ranks = [
             Desk(config, model.config.vocab_size) for _ in range(mesh.shape[DATA])
