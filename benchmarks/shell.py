@@ -11,6 +11,8 @@ ints, wrapped in either side's `RadixKey` inside the clock, and locations are Nu
 int32 arrays, one a token. What is looked up is made of other int objects than what the
 tree holds, as a new request's tokens are: CPython compares the same objects faster.
 `ours_numpy_us` is ours with NumPy keys, where an engine has them; the peer takes lists.
+`ours_known_us` is ours with a key object that was matched before, as every request's
+is before it is inserted: it has read its list.
 
 Rows: `match` of a cached key; `insert_again` of a key that the tree holds, with its own
 locations; `insert` of a new key, with locations that were allocated before. A new key
@@ -40,8 +42,8 @@ from timing import core_to_use, enter_one_core, run_child
 _KEYS = 8
 _WARM = 3
 COLUMNS = (
-    "op tokens page_size ours_us peer_us ours_numpy_us convert_us floor_us call_us "
-    "device_us rest_us"
+    "op tokens page_size ours_us peer_us ours_numpy_us ours_known_us convert_us "
+    "floor_us call_us device_us rest_us"
 ).split()
 # Column: what makes the arguments of a round, and what is timed with each.
 Steps = dict[str, tuple[Callable[[], Sequence[tuple]], Callable[..., Any]]]
@@ -87,8 +89,16 @@ class Ours:
         return self.cache.match_prefix(params).device_indices
 
     def insert(self, tokens: Any, value: np.ndarray) -> int:
-        key = self.engine.RadixKey(tokens)
+        return self.insert_key(self.engine.RadixKey(tokens), value)
+
+    def insert_key(self, key: Any, value: np.ndarray) -> int:
         return self.cache.insert(self.engine.InsertParams(key, value)).prefix_len
+
+    def matched(self, tokens: list[int]) -> Any:
+        """The key of a request that has been matched."""
+        key = self.engine.RadixKey(tokens)
+        self.cache.match_prefix(self.engine.MatchPrefixParams(key))
+        return key
 
     def words(self, tokens: Any, value: np.ndarray | None = None) -> np.ndarray:
         """The first step of a call: words for the program."""
@@ -123,9 +133,11 @@ class Ours:
             program = self.packed._match_program(self.config, False)
             results = program.eval_shape(*held, *read, words)[len(held) :]
         else:
-            held, read = jax.tree.leaves(state), ()
-            results = self.packed.insert.eval_shape(state, words)[1:]
-        held = [leaf.copy() for leaf in held]
+            held = [tree.fields, tree.tokens, tree.table, state.owner, state.counters]
+            read = (state.free_ids,)
+            program = self.packed._insert_program(self.config)
+            results = program.eval_shape(held, *read, words)[1:]
+        held, read = ([leaf.copy() for leaf in leaves] for leaves in (held, read))
 
         def nothing(held: Any, read: Any, words: Any) -> Any:
             zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in results]
@@ -225,6 +237,9 @@ class Bench:
         }
         return self.measure("match", steps)
 
+    def known(self, pairs: Sequence[tuple]) -> list[tuple]:
+        return [(self.ours.matched(tokens), value) for tokens, value in pairs]
+
     def insert_again(self) -> dict[str, Any]:
         """Comes after `match`, and before `insert` evicts what was matched."""
         ours = self.ours
@@ -239,6 +254,7 @@ class Bench:
             steps["peer_us"] = again, self.peer_insert
         steps |= {
             "ours_numpy_us": (lambda: pairs, ours.insert),
+            "ours_known_us": (lambda: self.known(lists()), ours.insert_key),
             "convert_us": (lists, ours.words),
             "call_us": (lambda: words, ours.call_insert),
             "floor_us": (lambda: words, ours.floor(words[0][0], is_match=False)),
@@ -273,6 +289,7 @@ class Bench:
             steps["peer_us"] = fresh_theirs, self.peer_insert
         steps |= {
             "ours_numpy_us": (lambda: fresh(as_list=False), ours.insert),
+            "ours_known_us": (lambda: self.known(fresh()), ours.insert_key),
             "convert_us": (lists, ours.words),
             "call_us": (fresh_words, ours.call_insert),
             "floor_us": (lambda: words, ours.floor(words[0][0], is_match=False)),

@@ -494,12 +494,46 @@ def test_unlock_without_a_lock_is_nothing():
 @pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda t: np.int64(t)])
 def test_keys_of_any_sequence_are_the_same_words(kind):
     config = CacheConfig(page_size=PAGE, num_pages=8)
-    plain = packed.pack_key(A[:8], config, 4, extra_key="a", rows=1)
-    same = packed.pack_key(kind(A[:8]), config, 4, extra_key="a", rows=1)
+    keys = [RadixKey(tokens, "a") for tokens in (A[:8], kind(A[:8]))]
+    plain, same = (packed.pack_key(key, 8, config, 4, rows=1) for key in keys)
     np.testing.assert_array_equal(plain.words, same.words)
     assert plain.words[8:16].tolist() == A[:8] and not plain.words[16:].any()
     plain.row(0)[:2] = 5, 6
     assert plain.words[-4:].tolist() == [5, 6, 0, 0]
+
+
+def test_a_key_reads_its_list_once_and_again_where_it_changed():
+    cache = build()
+    ids = list(A[: 2 * PAGE])
+    key = RadixKey(ids)
+    assert cache._key(key)[1].words is not None
+    read = key.known_ids
+    assert read.tolist() == ids
+    assert cache._key(key, rows=1)[1].words[8 : 8 + len(ids)].tolist() == ids
+    assert key.known_ids is read
+    ids[1] = 3000
+    assert key.known_ids is None
+    assert cache._key(key)[1].words[8 : 8 + len(ids)].tolist() == ids
+    ids += [77] * PAGE
+    assert cache._key(key)[1].words[8 : 8 + len(ids)].tolist() == ids
+    assert RadixKey(np.asarray(ids)).known_ids is None
+
+
+def test_an_insert_gives_a_result_that_is_still_to_come():
+    cache = build()
+    pages = cache.alloc(2 * PAGE).full
+    result = cache.insert(InsertParams(RadixKey(A[: 2 * PAGE]), pages))
+    assert isinstance(result._fields, jax.Array)
+    assert (result.prefix_len, result.inserted_len) == (0, 2 * PAGE)
+    assert not result.recurrent_exist and not result.recurrent_committed
+    assert repr(result).startswith("InsertResult(prefix_len=0, inserted_len=")
+
+
+def test_words_start_a_cache_line():
+    for count in (1, 7, 64, 8263):
+        words = packed._zeros(count)
+        assert words.ctypes.data % 64 == 0 and words.shape == (count,)
+        assert words.dtype == np.int32 and not words.any()
 
 
 @pytest.mark.parametrize(

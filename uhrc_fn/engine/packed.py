@@ -5,6 +5,7 @@ several times what a match computes. So a key and the scalars beside it are one 
 of words, and so is what the host reads of a result.
 """
 
+import dataclasses
 import functools
 import struct
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ..ops.match import match_prefix as _match_prefix
 from ..ops.match import peek_prefix_len as _peek_prefix_len
 from ..state import CacheState
 from ..tree_arrays import VALUE, TreeArrays, take
+from .params import RadixKey
 
 # First words: length of the key, namespace, scalars of an insert. Tokens follow, and
 # of an insert its pages, a row a pool.
@@ -48,34 +50,33 @@ class Words(NamedTuple):
 
 
 def pack_key(
-    tokens: Any,
-    config: CacheConfig,
-    num_pages: int,
-    *,
-    extra_key: Any = None,
-    cache_salt: Any = None,
-    rows: int = 0,
+    key: RadixKey, count: int, config: CacheConfig, num_pages: int, rows: int = 0
 ) -> Words:
     """Make a key's words.
 
     Args:
-      tokens: ids of whole pages. A list goes in at less than half the cost of a NumPy
-        array made of it; a NumPy array is copied.
+      key: a list goes in at less than half the cost of a NumPy array made of it, and is
+        read once a key; a NumPy array is copied.
+      count: tokens of it that go in, whole pages.
       config: gives the page size.
       num_pages: static page count.
-      extra_key: see `uhrc_fn.namespace`.
-      cache_salt: likewise.
       rows: rows of pages that an insert brings; 0 for a match.
 
     Raises:
       ValueError: tokens are no flat sequence of ids in [0, 2^31).
     """
-    count = len(tokens)
-    words = np.zeros(_HEAD + num_pages * (config.page_size + rows), np.int32)
+    words = _zeros(_HEAD + num_pages * (config.page_size + rows))
     words[0] = count
-    if extra_key is not None or cache_salt is not None:
-        words[_NAMESPACE] = namespace(extra_key, cache_salt)
+    if key.extra_key is not None or key.cache_salt is not None:
+        words[_NAMESPACE] = namespace(key.extra_key, key.cache_salt)
     ids = words[_HEAD : _HEAD + count]
+    known = key.known_ids
+    if known is not None and len(known) >= count:
+        ids[:] = known[:count]
+        return Words(words, num_pages, count, rows)
+    tokens = key.token_ids
+    if count != len(tokens):
+        tokens = tokens[:count]
     if isinstance(tokens, list | tuple):
         try:
             _packer(count).pack_into(words, 4 * _HEAD, *tokens)
@@ -83,9 +84,20 @@ def pack_key(
             _copy_ids(np.asarray(tokens), ids)  # which says what is wrong
     else:
         _copy_ids(np.asarray(tokens), ids)
-    if count and ids.min() < 0:
+    if ids.size and ids.min() < 0:
         _refuse_id(ids[ids < 0][0])
+    key.remember(ids)
     return Words(words, num_pages, count, rows)
+
+
+def _zeros(count: int) -> np.ndarray:
+    """Zeros that start a cache line: XLA for CPU reads such in place, copies others."""
+    spare = np.zeros(count + _LINE // 4, np.int32)
+    start = -spare.ctypes.data % _LINE // 4
+    return spare[start : start + count]
+
+
+_LINE = 64
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,10 +192,37 @@ def _partial_state(config, fields, counters, tokens, table) -> CacheState:
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def insert(state: CacheState, words: Any):
-    """Insert; returns ``(state, scalars)``."""
-    config = state.config
+def insert(state: CacheState, words: np.ndarray):
+    """Insert; returns ``(state, scalars)``. As above, only what it touches goes in."""
+    tree = state.tree
+    held = tree.fields, tree.tokens, tree.table, state.owner, state.counters
+    held, scalars = _insert_program(state.config)(held, state.free_ids, words)
+    for name, array in zip(("fields", "tokens", "table"), held[:3], strict=True):
+        object.__setattr__(tree, name, array)
+    object.__setattr__(state, "owner", held[3])
+    object.__setattr__(state, "counters", held[4])
+    return state, scalars
+
+
+@functools.lru_cache(maxsize=256)
+def _insert_program(config: CacheConfig):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def insert(held, free_ids, words):
+        fields, tokens, table, owner, counters = held
+        state = dataclasses.replace(
+            _partial_state(config, fields, counters, tokens, table),
+            free_ids=free_ids,
+            owner=owner,
+        )
+        state, result = _insert(state, _insert_params(config, words))
+        tree = state.tree
+        held = tree.fields, tree.tokens, tree.table, state.owner, state.counters
+        return held, result.scalars
+
+    return insert
+
+
+def _insert_params(config: CacheConfig, words: Any) -> core.InsertParams:
     rows = 1 + config.has_swa
     key = _key(words, config, rows)
     num_pages = len(key.token_ids) // config.page_size
@@ -195,11 +234,9 @@ def insert(state: CacheState, words: Any):
     if config.has_recurrent:
         others["recurrent_value"] = words[RECURRENT_VALUE]
         others["recurrent_length"] = key.length
-    params = core.InsertParams(
+    return core.InsertParams(
         key=key, value=pages[0], prev_prefix_len=words[PREV_PREFIX_LEN], **others
     )
-    state, result = _insert(state, params)
-    return state, result.scalars
 
 
 def _key(words: Any, config: CacheConfig, rows: int) -> core.RadixKey:

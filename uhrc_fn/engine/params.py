@@ -19,6 +19,9 @@ NO_INDICES = np.zeros(0, np.int32)
 class RadixKey:
     """A prompt and what keeps it apart from others'.
 
+    A list is read once: keep the key from match to insert, and the insert pays nothing
+    for it. A list that has changed since is read anew.
+
     Args:
       token_ids: ids in [0, 2^31), any sequence of ints.
       extra_key: LoRA, modality or tenant name; see `uhrc_fn.namespace`.
@@ -30,6 +33,8 @@ class RadixKey:
     extra_key: Any = None
     dp_rank: int | None = None
     cache_salt: Any = None
+    _known: Any = dataclasses.field(default=None, init=False, repr=False)
+    """The list as it was when it was read, and its ids."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -49,6 +54,22 @@ class RadixKey:
             f"RadixKey(extra_key={self.extra_key!r}, dp_rank={self.dp_rank!r}, "
             f"token_ids={head}{more})"
         )
+
+    @property
+    def known_ids(self) -> np.ndarray | None:
+        """What `remember` was given, unless the list has changed since.
+
+        To compare a list with its copy takes a tenth of reading it: both hold the same
+        objects, and CPython asks that first.
+        """
+        if self._known is None or self._known[0] != self.token_ids:
+            return None
+        return self._known[1]
+
+    def remember(self, ids: np.ndarray) -> None:
+        """Keep the ids of a list, from its start: nobody may write them."""
+        if isinstance(self.token_ids, list | tuple):
+            object.__setattr__(self, "_known", (self.token_ids[:], ids))
 
     @property
     def namespace(self) -> tuple:
@@ -152,19 +173,62 @@ class InsertParams:
     """Slot of a snapshot at the end of the key, 0 for none."""
 
 
-@dataclasses.dataclass(frozen=True)
 class InsertResult:
-    """What went in. No cache frees anything on insert, whatever its kind."""
+    """What went in. No cache frees anything on insert, whatever its kind.
 
-    prefix_len: int = 0
-    """Tokens that the tree held before: past `prev_prefix_len` the caller's locations
-    of them are duplicates and the caller's to free."""
-    inserted_len: int = 0
-    """Tokens that it holds now; locations past them stay the caller's."""
-    recurrent_exist: bool = False
-    """The node already held a snapshot; the slot stays the caller's."""
-    recurrent_committed: bool = False
-    """The tree took the slot."""
+    Where the tree lives on a device, the first field that is read waits for it.
+    """
+
+    def __init__(
+        self,
+        prefix_len: int = 0,
+        inserted_len: int = 0,
+        recurrent_exist: bool = False,
+        recurrent_committed: bool = False,
+    ):
+        fields = prefix_len, inserted_len, recurrent_exist, recurrent_committed
+        self._fields: Any = fields
+
+    @classmethod
+    def arriving(cls, scalars: Any) -> "InsertResult":
+        """The same four as an int array, perhaps of a device that is still at it."""
+        result = cls.__new__(cls)
+        result._fields = scalars
+        return result
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens that the tree held before: past `prev_prefix_len` the caller's
+        locations of them are duplicates and the caller's to free."""
+        return self._read()[0]
+
+    @property
+    def inserted_len(self) -> int:
+        """Tokens that it holds now; locations past them stay the caller's."""
+        return self._read()[1]
+
+    @property
+    def recurrent_exist(self) -> bool:
+        """The node already held a snapshot; the slot stays the caller's."""
+        return bool(self._read()[2])
+
+    @property
+    def recurrent_committed(self) -> bool:
+        """The tree took the slot."""
+        return bool(self._read()[3])
+
+    def _read(self) -> tuple:
+        if not isinstance(self._fields, tuple):
+            self._fields = tuple(np.asarray(self._fields).tolist())
+        return self._fields
+
+    def __repr__(self) -> str:
+        return (
+            f"InsertResult(prefix_len={self.prefix_len}, "
+            f"inserted_len={self.inserted_len}, "
+            f"recurrent_exist={self.recurrent_exist}, "
+            f"recurrent_committed={self.recurrent_committed})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,20 +226,13 @@ class RankStates(BasePrefixCache):
         """``(rank, the key's words)``; no words where it has no whole page."""
         if not isinstance(key, RadixKey):
             key = RadixKey(key)
-        rank, tokens = self._rank(key.dp_rank), key.token_ids
-        whole = len(tokens) // self.page_size * self.page_size
+        rank = self._rank(key.dp_rank)
+        whole = len(key) // self.page_size * self.page_size
         if self.disable or not whole:
             return rank, None
         kept = min(whole, self._buckets.longest)
-        words = pack_key(
-            tokens if kept == len(tokens) else tokens[:kept],
-            self.config,
-            self._buckets.of_key(whole // self.page_size),
-            extra_key=key.extra_key,
-            cache_salt=key.cache_salt,
-            rows=rows,
-        )
-        return rank, words
+        bucket = self._buckets.of_key(whole // self.page_size)
+        return rank, pack_key(key, kept, self.config, bucket, rows)
 
     def _tokens(self, pages: np.ndarray) -> np.ndarray:
         """Token locations of pages; page 0, none, has location 0."""
@@ -259,8 +252,9 @@ class RankStates(BasePrefixCache):
             )
         grid = np.asarray(locations, np.int32)[:length].reshape(-1, self.page_size)
         pages = grid[:, 0] // self.page_size
-        is_page = pages.min() >= 0 and pages.max() < len(self._locations)
-        if not (is_page and np.array_equal(self._locations.take(pages, 0), grid)):
+        # What is out of bounds becomes some page, whose locations differ.
+        wanted = self._locations.take(pages, 0, mode="wrap")
+        if not (wanted == grid).all():
             raise ValueError(
                 f"{name} is not made of whole pages in order; wanted locations "
                 "page * page_size + offset. Pass what alloc and match_prefix gave."

@@ -173,6 +173,8 @@ class UnifiedRadixCache(RecurrentSlots):
     def insert(self, params: InsertParams) -> InsertResult:
         """Put a key's whole pages into the tree; nothing is freed.
 
+        It does not wait for the device: the first look into the result does.
+
         Args:
           params: its locations must come from `alloc`, whole pages in order.
         """
@@ -189,7 +191,7 @@ class UnifiedRadixCache(RecurrentSlots):
             words[packed.RECURRENT_VALUE] = params.recurrent_value
         state, scalars = packed.insert(self.states[rank], words)
         self._keep(rank, state, key.num_pages)
-        return host_insert_result(scalars)
+        return InsertResult.arriving(scalars)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free exactly so much, rounded up to pages, or all that is not locked."""
@@ -250,7 +252,7 @@ class UnifiedRadixCache(RecurrentSlots):
         state, row, none = self.states[rank], np.int32(1), self._tables.no_receipt
         if is_insert and not self.disable:
             state, _, inserted = jitted.cache_finished_req(state, table, row, key, none)
-            result = host_insert_result(inserted.scalars)
+            result = InsertResult.arriving(inserted.scalars)
         else:
             state, _ = jitted.abort_req(state, table, row, none)
         self._keep(rank, state, len(key.token_ids) // self.page_size)
@@ -323,9 +325,3 @@ class UnifiedRadixCache(RecurrentSlots):
             req.recurrent_cow_src_index = 0
         swa = NO_INDICES if self.config.has_swa else None
         return MatchResult(NO_INDICES, root, root, root, swa_indices=swa)
-
-
-def host_insert_result(scalars: Any) -> InsertResult:
-    """An insert's scalars on the host."""
-    prefix, inserted, exist, committed = np.asarray(scalars).tolist()
-    return InsertResult(prefix, inserted, bool(exist), bool(committed))
