@@ -116,11 +116,11 @@ def test_hits_no_less_under_eviction(page_size, dp_size, has_swa):
 @pytest.mark.parametrize("page_size", [1, 128])
 def test_inserts_that_are_recent_hit_no_less_with_few_windows(page_size, swa):
     make = functools.partial(unified, recent=True)
-    # Single seeds differ by a hundredth either way: less than a thousandth is equal.
-    compare(make, (page_size, 2, True, swa), num_seeds=6, near=0.001)
+    # Single seeds differ by a hundredth either way.
+    compare(make, (page_size, 2, True, swa), num_seeds=12)
 
 
-def compare(make, setting, num_seeds: int, near: float = 0.0) -> None:
+def compare(make, setting, num_seeds: int) -> None:
     """Hit ratios of a cache and of the legacy one, the mean of some seeds."""
     page_size, dp_size, *_ = setting
     ratios = []
@@ -131,4 +131,4 @@ def compare(make, setting, num_seeds: int, near: float = 0.0) -> None:
         ratios.append([s.hit_ratio for s in seen])
     before, after = np.mean(ratios, axis=0)
     print(f"hit ratio: legacy {before:.4f}, unified {after:.4f}")
-    assert after >= before - near
+    assert after >= before
