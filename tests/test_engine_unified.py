@@ -15,6 +15,7 @@ from uhrc_fn.engine.params import (
     DecLockRefParams,
     EvictParams,
     InsertParams,
+    InsertResult,
     MatchPrefixParams,
     RadixKey,
 )
@@ -526,6 +527,8 @@ def test_an_insert_gives_a_result_that_is_still_to_come():
     assert isinstance(result._fields, jax.Array)
     assert (result.prefix_len, result.inserted_len) == (0, 2 * PAGE)
     assert not result.recurrent_exist and not result.recurrent_committed
+    assert result == InsertResult(0, 2 * PAGE) != InsertResult(PAGE, 2 * PAGE)
+    assert len({result, InsertResult(0, 2 * PAGE)}) == 1
     assert repr(result).startswith("InsertResult(prefix_len=0, inserted_len=")
 
 

@@ -222,6 +222,14 @@ class InsertResult:
             self._fields = tuple(np.asarray(self._fields).tolist())
         return self._fields
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, InsertResult):
+            return NotImplemented
+        return self._read() == other._read()
+
+    def __hash__(self) -> int:
+        return hash(self._read())
+
     def __repr__(self) -> str:
         return (
             f"InsertResult(prefix_len={self.prefix_len}, "
